@@ -1,0 +1,62 @@
+# Every target sets itself up: make demo | test | check | bench | device-test | clean
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+
+.PHONY: demo test check bench docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   a tour of the number formats: a table and a picture (about two minutes the first time)"
+	@echo "make test   every test"
+	@echo "make check  lint, format, types, layers"
+	@echo "make bench  speed of the formats against a copy and against other libraries"
+	@echo "make docs   the tables in README and docs, made anew from saved results"
+
+.venv/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed: install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$$($(PYTHON) --version) is too old: install Python 3.11 or newer, or run: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv: install it, on Debian or Ubuntu with: apt-get install python3-venv"; exit 1; }
+	@echo "making .venv"
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.demo: .venv/.made pyproject.toml constraints.txt
+	@echo "installing thinwire into .venv"
+	@$(PIP) install --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	@$(PIP) install --constraint constraints.txt --editable '.[report]'
+	@touch $@
+
+.venv/.dev: .venv/.demo
+	@echo "installing the test tools into .venv"
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv/.peers: .venv/.demo
+	@echo "installing the libraries to compare with into .venv"
+	@$(PIP) install --constraint constraints.txt --editable '.[peers]'
+	@touch $@
+
+demo: .venv/.demo
+	@$(BIN)/thinwire formats tour --plot formats.png
+
+test: .venv/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.peers
+	$(BIN)/thinwire bench formats --save benchmarks/results
+	@$(MAKE) --no-print-directory docs
+
+docs: .venv/.dev
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png

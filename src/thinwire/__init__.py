@@ -1,0 +1,54 @@
+"""thinwire: low-precision communication for distributed deep learning in PyTorch.
+
+Names are loaded when they are first used, so that `thinwire --help` need not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire import formats as formats
+    from thinwire.errors import (
+        FormatError as FormatError,
+        InputError as InputError,
+        MissingDependency as MissingDependency,
+        ThinwireError as ThinwireError,
+        UnknownFormat as UnknownFormat,
+    )
+    from thinwire.rounding import Rounding as Rounding, Stream as Stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FormatError",
+    "InputError",
+    "MissingDependency",
+    "Rounding",
+    "Stream",
+    "ThinwireError",
+    "UnknownFormat",
+    "__version__",
+    "formats",
+]
+
+_HOMES = {
+    "FormatError": "thinwire.errors",
+    "InputError": "thinwire.errors",
+    "MissingDependency": "thinwire.errors",
+    "Rounding": "thinwire.rounding",
+    "Stream": "thinwire.rounding",
+    "ThinwireError": "thinwire.errors",
+    "UnknownFormat": "thinwire.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "formats":
+        return importlib.import_module("thinwire.formats")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'thinwire' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,237 @@
+"""What every format is and can do.
+
+A format is a finite set of real numbers, each with an integer code. Concrete formats are frozen
+dataclasses that say which numbers (`_params`); everything a user calls is here, once.
+
+Inputs may have any shape and need not be contiguous. Results are new tensors, or `out`. A value handed
+back is always float32, which holds every value of every format exactly.
+"""
+
+import abc
+import functools
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.errors import FormatError, InputError
+from thinwire.kernels import reference
+from thinwire.kernels.params import Params
+from thinwire.rounding import Rounding, Stream
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MODES = {mode: number for number, mode in enumerate(Rounding)}
+
+Rng: TypeAlias = Stream | Tensor | None
+
+
+class Format(abc.ABC):
+    """A finite set of reals with codes.
+
+    >>> import torch
+    >>> from thinwire import formats
+    >>> e4m3 = formats.get("float8_e4m3fn")
+    >>> codes = e4m3.to_codes(torch.tensor([0.3, -1000.0]))
+    >>> codes, e4m3.from_codes(codes)
+    (tensor([ 42, 255], dtype=torch.uint8), tensor([0.3125,    nan]))
+    >>> e4m3.round(torch.tensor([0.3]), rounding="up")
+    tensor([0.3125])
+    """
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name under which `get` finds it, or its constructor call."""
+
+    @property
+    @abc.abstractmethod
+    def bits(self) -> int:
+        """Bits in a code."""
+
+    @abc.abstractmethod
+    def _params(self, mode: int) -> Params:
+        """What the kernels need to know, for one rounding mode."""
+
+    @property
+    def rules(self) -> str:
+        """What becomes of NaN, infinities and negative zero, in one sentence."""
+        return "NaN becomes zero, infinities saturate, -0 becomes 0."
+
+    @property
+    def roundings(self) -> tuple[Rounding, ...]:
+        """The rounding modes it has."""
+        return tuple(Rounding)
+
+    @property
+    def has_inf(self) -> bool:
+        """Whether some code is an infinity."""
+        return bool(np.isinf(self._table).any())
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some code means NaN, so that NaN survives."""
+        return False
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        return float(self._finite[-1])
+
+    @property
+    def min(self) -> float:
+        """The smallest (most negative) finite value."""
+        return float(self._finite[0])
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest positive value."""
+        return float(self._finite[self._finite > 0][0])
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive value of full precision; `min_subnormal` where there are no subnormals."""
+        return self.min_subnormal
+
+    def to_codes(
+        self,
+        x: Tensor,
+        rounding: Rounding | str = Rounding.NEAREST,
+        rng: Rng = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The code of each element: uint8, uint16 or uint32, whichever holds `bits`.
+
+        `rng` is needed by stochastic rounding and refused by the others: a `Stream`, or a tensor of
+        random uint32 words in the shape of `x`.
+        """
+        mode = _mode(rounding)
+        target = _target(x, out, kernels.code_dtype(self.bits), INPUT_DTYPES)
+        random = _random(mode, rng, x)
+        if x.device.type != "meta":
+            source, result = _flat(x), _writable(target, x)
+            kernels.to_codes(self._prepared(mode), source, result.view(-1), mode, *random)
+            _deliver(result, target)
+        return target
+
+    def from_codes(self, codes: Tensor, out: Tensor | None = None) -> Tensor:
+        """The float32 value of each code."""
+        dtype = kernels.code_dtype(self.bits)
+        target = _target(codes, out, torch.float32, (dtype,))
+        if codes.device.type != "meta":
+            result = _writable(target, codes)
+            kernels.from_codes(self._prepared(0), codes.contiguous().view(-1), result.view(-1))
+            _deliver(result, target)
+        return target
+
+    def round(
+        self,
+        x: Tensor,
+        rounding: Rounding | str = Rounding.NEAREST,
+        rng: Rng = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Each element rounded to the format, as float32: `from_codes(to_codes(x))` in one pass."""
+        mode = _mode(rounding)
+        target = _target(x, out, torch.float32, INPUT_DTYPES)
+        random = _random(mode, rng, x)
+        if x.device.type != "meta":
+            source, result = _flat(x), _writable(target, x)
+            kernels.round(self._prepared(mode), source, result.view(-1), mode, *random)
+            _deliver(result, target)
+        return target
+
+    def values(self) -> Tensor:
+        """Every finite value, ascending and distinct, as float32. Formats of at most 16 bits."""
+        return torch.from_numpy(self._finite.copy())
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        """The value of every code."""
+        if self.bits > 16:
+            raise FormatError(f"{self.name} has 2**{self.bits} codes; listing them stops at 16 bits")
+        codes = torch.arange(1 << self.bits)
+        return reference.from_codes(self._prepared(0), codes).numpy()
+
+    @functools.cached_property
+    def _finite(self) -> np.ndarray:
+        return np.unique(self._table[np.isfinite(self._table)] + np.float32(0))
+
+    @functools.cached_property
+    def _cache(self) -> dict[int, Params]:
+        return {}
+
+    def _prepared(self, mode: int) -> Params:
+        """`_params`, made once."""
+        if mode not in self._cache:
+            self._cache[mode] = self._params(mode)
+        return self._cache[mode]
+
+
+def _mode(rounding: Rounding | str) -> int:
+    try:
+        return MODES[Rounding(rounding)]
+    except ValueError:
+        raise FormatError(f"unknown rounding '{rounding}'; use one of: {', '.join(Rounding)}") from None
+
+
+def _random(mode: int, rng: Rng, x: Tensor) -> tuple[kernels.Key | None, Tensor | None]:
+    if mode != MODES[Rounding.STOCHASTIC]:
+        if rng is not None:
+            raise FormatError("rng is for rounding='stochastic' only")
+        return None, None
+    if isinstance(rng, Stream):
+        return rng.key, None
+    if not isinstance(rng, Tensor):
+        raise FormatError(
+            "stochastic rounding needs rng=Stream(seed, step=..., tensor=..., rank=...) or a uint32 tensor"
+        )
+    if rng.dtype != torch.uint32 or rng.shape != x.shape or rng.device != x.device:
+        raise InputError(
+            f"random words must be uint32, {tuple(x.shape)} on {x.device}; "
+            f"got {rng.dtype}, {tuple(rng.shape)} on {rng.device}"
+        )
+    return None, rng.contiguous().view(-1)
+
+
+def _target(x: Tensor, out: Tensor | None, dtype: torch.dtype, accepted: tuple[torch.dtype, ...]) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise InputError(f"expected a torch.Tensor, got {type(x).__name__}; use torch.as_tensor(...)")
+    if x.dtype not in accepted:
+        names = ", ".join(str(each).removeprefix("torch.") for each in accepted)
+        hint = "; x.float() would round once more, so do it yourself" if x.dtype == torch.float64 else ""
+        raise InputError(f"expected dtype {names}, got {str(x.dtype).removeprefix('torch.')}{hint}")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise InputError(f"no kernel for device '{x.device}'; move the tensor to cpu, cuda or meta")
+    if x.layout != torch.strided:
+        raise InputError(f"expected a dense tensor, got {x.layout}; use x.to_dense()")
+    if out is None:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out.dtype != dtype or out.shape != x.shape or out.device != x.device:
+        raise InputError(
+            f"out must be {dtype}, {tuple(x.shape)} on {x.device}; "
+            f"got {out.dtype}, {tuple(out.shape)} on {out.device}"
+        )
+    return out
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A flat, contiguous view or copy in a dtype that the device's kernels read."""
+    x = x.detach()
+    if x.dtype not in kernels.reads(x.device):
+        x = x.float()
+    return x.contiguous().view(-1)
+
+
+def _writable(target: Tensor, x: Tensor) -> Tensor:
+    """The target itself, or a stand-in if it is strided or shares memory with the input."""
+    shared = target.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    if target.is_contiguous() and not (shared and target.numel()):
+        return target.detach()
+    return torch.empty_like(target, memory_format=torch.contiguous_format)
+
+
+def _deliver(result: Tensor, target: Tensor) -> None:
+    if result.data_ptr() != target.data_ptr():
+        target.detach().copy_(result)

@@ -1,0 +1,183 @@
+"""Formats as sorted tables: from a list of values to the step function a kernel can run.
+
+In any rounding mode but stochastic, a format of at most 16 bits is a step function: going up the float32
+numbers from -Inf to +Inf, the code changes at most 2**16 times. `segments` finds those places exactly.
+A place is the smallest float32 that belongs to the upper neighbour; whether a midpoint itself does is
+the mode's tie rule. No rounding is left to chance: midpoints are compared with their rounding error.
+
+Patterns are ordered first ("keys": -Inf .. -0, +0 .. +Inf, NaNs at both ends) and then put back into the
+order of the raw 32-bit pattern, which needs no work per element.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinwire.errors import FormatError
+from thinwire.kernels.params import (
+    AWAY,
+    CANONICAL_NAN,
+    DOWN,
+    NEAREST,
+    STOCHASTIC,
+    UP,
+    ZERO,
+    Array,
+    StepsParams,
+)
+
+NEGATIVE_INFINITY_KEY, INFINITY_KEY = -0x7F800001, 0x7F800000
+NEGATIVE_ZERO_KEY = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Codebook:
+    """The values of a format in ascending order, with the code of each and the rules for the rest.
+
+    A value that several codes stand for is listed once, with the code that rounding returns.
+    """
+
+    bits: int
+    values: Array  #: float64 [n], ascending, distinct
+    codes: Array  #: int64 [n]
+    decoded: Array  #: float32 [2**bits], by code
+    nan_code: int
+    inf_codes: tuple[int, int] | None = None  #: for -Inf and +Inf; None: they saturate
+    thresholds: Array | None = None  #: float64 [n-1], nearest's change-over points if not the midpoints
+    ties_up: Array | None = None  #: bool [n-1], nearest's ties if not to the even code
+    underflow: bool = True  #: False: no non-zero input becomes zero
+    nonpositive_code: int | None = None  #: the code of zero and all below it, if the format has neither
+
+    def __post_init__(self) -> None:
+        if np.any(np.diff(self.values) <= 0):
+            raise FormatError("the values of a format must be distinct and ascending")
+
+    @functools.cached_property
+    def zero(self) -> int | None:
+        """The position of zero among the values."""
+        found = np.flatnonzero(self.values == 0)
+        return int(found[0]) if found.size else None
+
+
+def steps(book: Codebook, mode: int) -> StepsParams:
+    """The step function of a codebook in one rounding mode."""
+    keys, codes = _ordered(book, _changes(book, DOWN if mode == STOCHASTIC else mode))
+    starts, codes = _raw_order(keys, codes)
+    if mode != STOCHASTIC:
+        return StepsParams(book.bits, starts, codes, book.decoded)
+    inverse, up = _gaps(book)
+    return StepsParams(book.bits, starts, codes, book.decoded, inverse[codes], codes_up=up[codes])
+
+
+def _changes(book: Codebook, mode: int) -> Array:
+    """Keys of the smallest float32 that belongs to the upper of each pair of neighbours."""
+    low, high = book.values[:-1], book.values[1:]
+    if mode in (NEAREST, AWAY):
+        keys = _midpoint_keys(book, mode)
+    elif mode == UP:
+        keys = _key_above(low)
+    elif mode == DOWN:
+        keys = _key_at(high)
+    else:
+        keys = np.where(low >= 0, _key_at(high), _key_above(low))
+        across = (low < 0) & (high > 0)  # no zero to go to: the nearer one
+        keys = np.where(across, _midpoint_keys(book, AWAY), keys)
+    if book.zero is not None and not book.underflow:
+        keys = keys.copy()
+        keys[book.zero - 1] = NEGATIVE_ZERO_KEY
+        keys[book.zero] = 1
+    return keys
+
+
+def _midpoint_keys(book: Codebook, mode: int) -> Array:
+    low, high = book.values[:-1], book.values[1:]
+    if book.thresholds is not None:
+        total, error = 2 * book.thresholds, np.zeros_like(low)
+    else:
+        total = low + high
+        part = total - low
+        error = (low - (total - part)) + (high - part)  # low + high == total + error, exactly
+    with np.errstate(over="ignore"):
+        near = (total / 2).astype(np.float32)
+    side = (2 * near.astype(np.float64) - total) - error  # of the float32 seen from the midpoint
+    ties_up = _ties_away(low, high) if mode == AWAY else book.ties_up
+    if ties_up is None:
+        ties_up = _ties_even(book)
+    at = _key_at(near.astype(np.float64))
+    return np.where((side > 0) | ((side == 0) & ties_up), at, _key_above(near.astype(np.float64)))
+
+
+def _ties_away(low: Array, high: Array) -> Array:
+    return np.abs(high) >= np.abs(low)
+
+
+def _ties_even(book: Codebook) -> Array:
+    """To the even code; between two even or two odd codes to the smaller magnitude."""
+    odd_low, odd_high = book.codes[:-1] & 1, book.codes[1:] & 1
+    smaller = np.abs(book.values[1:]) <= np.abs(book.values[:-1])
+    return np.where(odd_low == odd_high, smaller, odd_low > odd_high)
+
+
+def _key_at(value: Array) -> Array:
+    """The key of the smallest float32 that is at least this value; both zeros are zero."""
+    with np.errstate(over="ignore"):
+        near = np.asarray(value, np.float64).astype(np.float32)
+    near = np.where(near < value, np.nextafter(near, np.float32(np.inf)), near)
+    bits = near.view(np.int32).astype(np.int64)
+    return np.where(near == 0, NEGATIVE_ZERO_KEY, np.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+def _key_above(value: Array) -> Array:
+    """The key of the smallest float32 that is more than this value."""
+    with np.errstate(over="ignore"):
+        near = np.asarray(value, np.float64).astype(np.float32)
+    near = np.where(near <= value, np.nextafter(near, np.float32(np.inf)), near)
+    return _key_at(near.astype(np.float64))
+
+
+def _ordered(book: Codebook, changes: Array) -> tuple[Array, Array]:
+    """All change-over keys from the lowest pattern up, NaNs and infinities included."""
+    keys = np.concatenate(([NEGATIVE_INFINITY_KEY], changes))
+    codes = book.codes
+    if book.nonpositive_code is not None:
+        keys = np.concatenate(([NEGATIVE_INFINITY_KEY], np.maximum(keys, 1)))
+        codes = np.concatenate(([book.nonpositive_code], codes))
+    if book.inf_codes is not None:
+        keys = np.concatenate((keys[:1], np.maximum(keys, NEGATIVE_INFINITY_KEY + 1), [INFINITY_KEY]))
+        codes = np.concatenate((book.inf_codes[:1], codes, book.inf_codes[1:]))
+    keys = np.concatenate(([-(1 << 31)], keys, [INFINITY_KEY + 1]))
+    codes = np.concatenate(([book.nan_code], codes, [book.nan_code]))
+    last = np.append(keys[1:] > keys[:-1], True)  # of several changes at one key the last counts
+    return keys[last], codes[last].astype(np.int64)
+
+
+def _raw_order(keys: Array, codes: Array) -> tuple[Array, Array]:
+    """From ascending keys to ascending patterns: negative numbers run the other way."""
+    ends = np.append(keys[1:], 1 << 31)
+    positive, negative = ends > 0, keys < 0
+    starts = np.concatenate((np.maximum(keys[positive], 0), (1 << 31) - np.minimum(ends[negative][::-1], 0)))
+    codes = np.concatenate((codes[positive], codes[negative][::-1]))
+    first = np.append(True, codes[1:] != codes[:-1])
+    return starts[first].astype(np.uint32), codes[first]
+
+
+def _gaps(book: Codebook) -> tuple[Array, Array]:
+    """By code, for stochastic rounding: one over the gap above its value, and the code above."""
+    inverse = np.zeros(1 << book.bits, np.float32)
+    up = np.arange(1 << book.bits)
+    with np.errstate(over="ignore"):
+        inverse[book.codes[:-1]] = (1 / np.diff(book.values)).astype(np.float32)
+    up[book.codes[:-1]] = book.codes[1:]
+    if book.zero and not book.underflow:
+        inverse[book.codes[book.zero - 1]] = 0
+    return inverse, up
+
+
+def decode_table(bits: int, values: Array, codes: Array, nan_code: int | None = None) -> Array:
+    """Float32 values by code; codes that stand for nothing are NaN."""
+    table = np.full(1 << bits, np.uint32(CANONICAL_NAN)).view(np.float32)
+    table[codes] = values.astype(np.float32)
+    if nan_code is not None:
+        table[nan_code] = np.uint32(CANONICAL_NAN).view(np.float32)
+    return table

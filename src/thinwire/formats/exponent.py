@@ -1,0 +1,54 @@
+"""E8M0: a bare exponent byte, the scale of the OCP microscaling formats."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinwire.formats import codebook
+from thinwire.formats.base import Format
+from thinwire.kernels.params import StepsParams
+
+NAN = 255
+
+
+@dataclass(frozen=True)
+class E8M0(Format):
+    """The powers of two from 2**-127 to 2**127, without zero or sign, as ml_dtypes' `float8_e8m0fnu`.
+
+    Ties go up, as ml_dtypes has it, not to the even code. Zero, negative numbers, infinities and NaN are
+    NaN, and so is what rounds to 2**128; what lies below 2**-127 becomes 2**-127.
+
+    >>> from thinwire.formats import E8M0
+    >>> E8M0().to_codes(torch.tensor([1.0, 3.0, 0.0]))
+    tensor([127, 129, 255], dtype=torch.uint8)
+    """
+
+    @property
+    def name(self) -> str:
+        return "float8_e8m0fnu"
+
+    @property
+    def bits(self) -> int:
+        return 8
+
+    @property
+    def rules(self) -> str:
+        return "NaN, infinities, zero and negative numbers are NaN; values beyond the range become NaN."
+
+    @property
+    def has_nan(self) -> bool:
+        return True
+
+    @functools.cached_property
+    def _book(self) -> codebook.Codebook:
+        values = np.ldexp(1.0, np.arange(-127, 129))  # the last stands for overflow
+        codes = np.arange(256)
+        decoded = codebook.decode_table(8, values[:-1], codes[:-1], nan_code=NAN)
+        ties_up = np.ones(255, dtype=bool)
+        return codebook.Codebook(
+            8, values, codes, decoded, nan_code=NAN, ties_up=ties_up, nonpositive_code=NAN
+        )
+
+    def _params(self, mode: int) -> StepsParams:
+        return codebook.steps(self._book, mode)

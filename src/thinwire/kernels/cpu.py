@@ -1,0 +1,192 @@
+"""The kernels on the CPU: choose a loop and its tables, spread it over torch's threads."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.kernels import loops
+from thinwire.kernels.params import (
+    CELL_BITS,
+    STOCHASTIC,
+    Array,
+    FloatParams,
+    GridParams,
+    Params,
+    StepsParams,
+)
+from thinwire.kernels.reference import STREAM_BLOCK, Key
+
+THREAD_NUMEL = 1 << 19  # a thread is worth waking for this many elements
+
+
+def to_codes(
+    params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
+) -> None:
+    """Codes of a flat, contiguous float32 tensor into `out`."""
+    _run(params, x, out, mode, _random(key, words), codes=True)
+
+
+def round(
+    params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
+) -> None:
+    """Rounded values of a flat, contiguous float32 tensor into `out`."""
+    _run(params, x, out, mode, _random(key, words), codes=False)
+
+
+def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
+    """Values of flat, contiguous codes into `out`."""
+    source, target = codes.numpy(), out.numpy()
+    if isinstance(params, GridParams):
+        pad, back = np.int32(32 - params.bits), np.float32(2.0**-params.frac_bits)
+        _spread(out.numel(), lambda s, _: loops.grid_values(source[s], target[s], pad, back))
+    elif isinstance(params, FloatParams) and params.bits > 8:
+        wide = source.view(np.int32) if params.bits > 16 else source
+        pattern = target.view(np.int32)
+        _spread(out.numel(), lambda s, _: loops.float_values(wide[s], pattern[s], params.scalars))
+    else:
+        table = params.values if isinstance(params, StepsParams) else _float_table(params)
+        _spread(out.numel(), lambda s, _: loops.table_values(source[s], table, target[s]))
+
+
+@cache
+def _float_table(params: FloatParams) -> Array:
+    codes = np.arange(1 << params.bits, dtype=np.int32)
+    table = np.empty(codes.size, np.float32)
+    loops.float_values(codes, table.view(np.int32), params.scalars)
+    return table
+
+
+Random: TypeAlias = tuple[tuple[np.uint64, ...], Array]
+
+
+def _random(key: Key | None, words: Tensor | None) -> Random:
+    given = np.empty(0, np.uint32) if words is None else words.numpy().view(np.uint32)
+    return tuple(np.uint64(word) for word in (key or (0, 0, 0, 0))), given
+
+
+def _run(params: Params, x: Tensor, out: Tensor, mode: int, random: Random, *, codes: bool) -> None:
+    source, target = x.numpy(), out.numpy()
+    if isinstance(params, FloatParams):
+        loop = _float_loop(params, source.view(np.int32), target, mode, random, codes=codes)
+    elif isinstance(params, GridParams):
+        loop = _grid_loop(params, source, target, mode, random, codes=codes)
+    else:
+        loop = _steps_loop(params, source, target, mode, random, codes=codes)
+    _spread(out.numel(), loop)
+
+
+Loop: TypeAlias = Callable[[slice, int], Any]
+
+
+def _float_loop(
+    params: FloatParams, bits: Array, target: Array, mode: int, random: Random, *, codes: bool
+) -> Loop:
+    p, plain = params.scalars, params.specials in (1, 2)
+    out = target if codes else target.view(np.int32)
+    quick = params.is_quick(mode)
+    if mode == STOCHASTIC:
+        stochastic = loops.float_codes_stochastic if codes else loops.float_round_stochastic
+        return lambda s, start: stochastic(bits[s], *_part(random, s, start), out[s], p, plain, quick)
+    if quick:
+        nearest = loops.float_codes_nearest if codes else loops.float_round_nearest
+        return lambda s, _: nearest(bits[s], out[s], p, plain)
+    directed = loops.float_codes_directed if codes else loops.float_round_directed
+    return lambda s, _: directed(bits[s], out[s], p, plain, np.int32(mode))
+
+
+def _grid_loop(
+    params: GridParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool
+) -> Loop:
+    p = (np.float32(2.0**params.frac_bits), np.float32(params.low), np.float32(params.high), np.float32(2.0**-params.frac_bits))
+    mask = (np.int32((1 << params.bits) - 1),) if codes else ()
+    if mode == STOCHASTIC:
+        stochastic = loops.grid_codes_stochastic if codes else loops.grid_round_stochastic
+        return lambda s, start: stochastic(x[s], *_part(random, s, start), out[s], p, *mask)
+    nearest = loops.grid_codes if codes else loops.grid_round
+    return lambda s, _: nearest(x[s], out[s], p, *mask, np.int32(mode))
+
+
+def _steps_loop(
+    params: StepsParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool
+) -> Loop:
+    plan = _steps_plan(params)
+    table, pairs = (plan.codes, plan.code_pairs) if codes else (plan.values, plan.value_pairs)
+    if mode == STOCHASTIC:
+        tables = (*plan.index, plan.values, params.inverse, pairs)
+        return lambda s, start: loops.steps_stochastic(x[s], *_part(random, s, start), out[s], *tables)
+    bits = x.view(np.uint32)
+    cells, firsts, starts = plan.index
+    if cells.size == 0:
+        return lambda s, _: loops.steps_search(bits[s], firsts, starts, table, out[s])
+    if codes and params.bits <= 8:
+        return lambda s, _: _packed(bits[s], cells, plan, out[s])
+    return lambda s, _: loops.steps_lookup(bits[s], cells, table, out[s])
+
+
+def _packed(bits: Array, cells: Array, plan: "_StepsPlan", out: Array) -> None:
+    whole = bits.size // 4 * 4
+    loops.steps_codes_packed(bits[:whole], cells, *plan.packed, out[:whole].view(np.uint32))
+    loops.steps_lookup(bits[whole:], cells, plan.codes, out[whole:])
+
+
+@dataclass(frozen=True, eq=False)
+class _StepsPlan:
+    """Tables by segment, in the dtypes that the loops write."""
+
+    index: tuple[Array, Array, Array]  # cells (empty if a search is needed), firsts, starts
+    codes: Array
+    values: Array
+    packed: tuple[Array, ...]
+    code_pairs: Array  # below and above in turn, for stochastic rounding
+    value_pairs: Array
+
+
+@cache
+def _steps_plan(params: StepsParams) -> _StepsPlan:
+    fits = params.cell_shift >= CELL_BITS
+    empty = np.empty(0, np.uint32)
+    dtype = np.uint8 if params.bits <= 8 else np.uint16
+    up = params.codes if params.codes_up is None else params.codes_up
+    return _StepsPlan(
+        index=(
+            params.cells(CELL_BITS) if fits else empty,
+            empty if fits else params.firsts,
+            empty if fits else params.starts,
+        ),
+        codes=params.codes.astype(dtype),
+        values=params.values[params.codes],
+        packed=tuple(params.codes.astype(np.uint32) << np.uint32(8 * j) for j in range(4)),
+        code_pairs=np.stack([params.codes, up], axis=1).astype(dtype).ravel(),
+        value_pairs=params.values[np.stack([params.codes, up], axis=1)].ravel(),
+    )
+
+
+def _part(random: Random, s: slice, start: int) -> tuple[Array, tuple[np.uint64, ...]]:
+    """The randomness of the elements from `start`, a multiple of the stream's block."""
+    key, given = random
+    return given[s] if given.size else given, (*key, np.uint64(start // 4))
+
+
+def _spread(numel: int, loop: Loop) -> None:
+    """Run a loop over all elements, on as many threads as torch uses if there is enough work."""
+    threads = min(torch.get_num_threads(), numel // THREAD_NUMEL)
+    if threads <= 1:
+        loop(slice(0, numel), 0)
+        return
+    step = -(-numel // (threads * STREAM_BLOCK)) * STREAM_BLOCK
+    starts = range(0, numel, step)
+    for done in [_pool(threads, os.getpid()).submit(loop, slice(i, min(i + step, numel)), i) for i in starts]:
+        done.result()
+
+
+@cache
+def _pool(threads: int, _process: int) -> ThreadPoolExecutor:
+    """One pool for each process: threads do not survive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="thinwire")

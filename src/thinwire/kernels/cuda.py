@@ -1,0 +1,124 @@
+"""The kernels on a CUDA GPU: one launch each, no intermediate in device memory."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.kernels import programs, reference
+from thinwire.kernels.params import (
+    STOCHASTIC,
+    Array,
+    FloatParams,
+    GridParams,
+    Params,
+    StepsParams,
+)
+from thinwire.kernels.reference import Key
+
+BLOCK = 1024  # elements to a program
+STREAM_PROGRAM = 2048  # with random words, which come four at a time
+
+
+def to_codes(
+    params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
+) -> None:
+    """Codes of a flat, contiguous tensor into `out`."""
+    _run(params, x, out, mode, key, words, codes=True)
+
+
+def round(
+    params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
+) -> None:
+    """Rounded values of a flat, contiguous tensor into `out`."""
+    _run(params, x, out, mode, key, words, codes=False)
+
+
+def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
+    """Values of flat, contiguous codes into `out`."""
+    if isinstance(params, GridParams):
+        step = 2.0**-params.frac_bits
+        _launch(programs.grid_values_kernel, out, codes, out, out.numel(), 32 - params.bits, step)
+    elif isinstance(params, FloatParams) and params.bits > 8:
+        man, low, max_code, sign, _, negative_zero, *_, inf_code = (int(n) for n in params.scalars)
+        scalars = (man, low, max_code, sign, negative_zero, inf_code)
+        flush = not params.subnormals
+        _launch(programs.float_values_kernel, out, codes, out, out.numel(), *scalars, FLUSH=flush)
+    else:
+        small = isinstance(params, FloatParams)
+        table = _float_table(params, out.device) if small else _tables(params, out.device).decoded
+        _launch(programs.table_kernel, out, codes, out, table, out.numel())
+
+
+def _run(
+    params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None, words: Tensor | None, *, codes: bool
+) -> None:
+    signed_key = tuple(word - (word >> 31 << 32) for word in key or (0, 0, 0, 0))
+    given = x if words is None else words
+    start = (x, out, given, out.numel())
+    streamed = {"STREAM": key is not None, "BLOCK": STREAM_PROGRAM if key else BLOCK}
+    if isinstance(params, FloatParams):
+        man, low, max_code, sign, subnormals, *rest = (int(n) for n in params.scalars)
+        shape = {
+            "MODE": mode,
+            "FLUSH": not subnormals,
+            "QUICK": params.is_quick(mode),
+            "SPECIALS": params.specials,
+            "CODES": codes,
+            "SMALL": params.bits <= 8,
+        }
+        values = _float_table(params, out.device) if params.bits <= 8 and not codes else out
+        scalars = (man, low, max_code, sign, *rest, *signed_key)
+        _launch(programs.float_kernel, out, *start, values, *scalars, **shape, **streamed)
+    elif isinstance(params, GridParams):
+        scalars = (2.0**params.frac_bits, float(params.low), float(params.high), 2.0**-params.frac_bits)
+        shape = {"MODE": mode, "CODES": codes}
+        mask = (1 << params.bits) - 1
+        _launch(programs.grid_kernel, out, *start, *scalars, mask, *signed_key, **shape, **streamed)
+    else:
+        tables = _tables(params, out.device)
+        table = tables.codes if codes else tables.values
+        shape = {"SEARCH": tables.search_steps, "STOCHASTIC": mode == STOCHASTIC, "CODES": codes}
+        lookup = (tables.index, tables.starts, table, tables.pairs, tables.shift)
+        _launch(programs.steps_kernel, out, *start, *lookup, *signed_key, **shape, **streamed)
+
+
+def _launch(kernel: Any, out: Tensor, *args: Any, BLOCK: int = BLOCK, **shape: Any) -> None:  # noqa: N803
+    with torch.cuda.device(out.device):
+        kernel[(-(-out.numel() // BLOCK),)](*args, **shape, BLOCK=BLOCK, num_warps=4)
+
+
+class _Tables:
+    """A step function's tables on one device."""
+
+    def __init__(self, params: StepsParams, device: torch.device) -> None:
+        def put(array: Array) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        self.shift = params.cell_shift
+        self.search_steps = 0 if self.shift else params.search_steps
+        self.index = put(params.cells(self.shift) if self.shift else params.firsts)
+        self.starts = put(params.starts)
+        self.decoded = put(params.values)
+        lower = params.values[params.codes]
+        if params.inverse is None or params.codes_up is None:
+            self.codes = put(params.codes.astype(np.uint8 if params.bits <= 8 else np.uint16))
+            self.values, self.pairs = put(lower), self.starts
+        else:
+            half, dtype = (8, np.uint16) if params.bits <= 8 else (16, np.uint32)
+            self.codes = put((params.codes | params.codes_up << half).astype(dtype))
+            self.values = put(params.values[params.codes_up])
+            self.pairs = put(np.stack([lower, params.inverse], axis=1)).view(torch.int64).view(-1)
+
+
+@cache
+def _tables(params: StepsParams, device: torch.device) -> _Tables:
+    return _Tables(params, device)
+
+
+@cache
+def _float_table(params: FloatParams, device: torch.device) -> Tensor:
+    """The value of every code of at most 8 bits."""
+    return reference.from_codes(params, torch.arange(1 << params.bits)).to(device)

@@ -1,0 +1,416 @@
+"""The inner loops of the CPU kernels, compiled by Numba.
+
+Types are spelled out on every operation: Numba widens int32 arithmetic to int64 otherwise, and that
+halves the vector width. A float's deterministic modes share one loop; nearest has its own, because
+adding a suitable power of two makes the processor round subnormals.
+
+`p` is `FloatParams.scalars`, or (scale, low, high, step) for a grid.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from thinwire.kernels.params import CANONICAL_NAN, CELL_BITS
+from thinwire.kernels.reference import ROUNDS, STREAM_BLOCK
+
+I, U, Q, F = np.int32, np.uint32, np.uint64, np.float32
+CALLS = STREAM_BLOCK // 4
+I0, I1, I7, I23, I24, I25, I31, I32 = (I(n) for n in (0, 1, 7, 23, 24, 25, 31, 32))
+MAGNITUDE, INFINITY, HIDDEN, FRACTION = I(0x7FFFFFFF), I(0x7F800000), I(0x800000), I(0x7FFFFF)
+SIGN = I(-0x80000000)
+NAN = I(CANONICAL_NAN)
+HALF = U(CELL_BITS)
+LOW32 = Q(0xFFFFFFFF)
+SHIFT32 = Q(32)
+
+jit: Any = numba.njit(nogil=True, cache=True)
+inline: Any = numba.njit(nogil=True, cache=True, inline="always")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_int(_context: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_float(_context: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+# Random words
+
+
+@jit
+def _fill_words(k0: Any, k1: Any, c2: Any, c3: Any, first_call: Any, words: Any) -> None:
+    """Philox4x32-7 for CALLS consecutive calls; 64-bit lanes, whose upper halves may hold leftovers."""
+    for j in range(CALLS):
+        call = first_call + Q(j)
+        a, b, c, d, x0, x1 = call, call >> SHIFT32, c2, c3, k0, k1
+        for _ in range(ROUNDS):
+            p = Q(0xD2511F53) * (a & LOW32)
+            q = Q(0xCD9E8D57) * (c & LOW32)
+            a, b = (q >> SHIFT32) ^ b ^ x0, q
+            c, d = (p >> SHIFT32) ^ d ^ x1, p
+            x0 = (x0 + Q(0x9E3779B9)) & LOW32
+            x1 = (x1 + Q(0xBB67AE85)) & LOW32
+        words[j] = U(a)
+        words[j + CALLS] = U(b)
+        words[j + 2 * CALLS] = U(c)
+        words[j + 3 * CALLS] = U(d)
+
+
+@inline
+def _block_words(key: Any, given: Any, start: Any, stop: Any, words: Any) -> Any:
+    """The words of one block: the caller's own, or the next of the stream."""
+    if given.size > 0:
+        return given[start:stop]
+    _fill_words(key[0], key[1], key[2], key[3], key[4] + Q(start // 4), words)
+    return words[: stop - start]
+
+
+@inline
+def _chance(word: Any) -> Any:
+    """23 complemented random bits as a float in [0, 1)."""
+    return F(_as_float(I(I(U(~word) >> U(9)) | I(0x3F800000))) - F(1))
+
+
+# Floats
+
+
+@inline
+def _float_wrap(code: Any, b: Any, p: Any, plain: Any) -> Any:
+    """Sign, overflow, infinity and NaN on top of a rounded magnitude; plain: FloatParams.specials 1 or 2."""
+    _, _, max_code, sign, _, negative_zero, over_pos, over_neg, inf_pos, inf_neg, nan_pos, nan_neg, _ = p
+    u = I(b & MAGNITUDE)
+    if plain:
+        c = over_pos if code > max_code else I(code)
+        c = nan_pos if u > INFINITY else c
+        return I(c ^ I(I(b >> I31) & sign))
+    neg = b < I0
+    c = I(code | sign) if (neg and (code > I0 or negative_zero != I0)) else I(code)
+    c = (over_neg if neg else over_pos) if code > max_code else c
+    c = (inf_neg if neg else inf_pos) if u == INFINITY else c
+    return I((nan_neg if neg else nan_pos) if u > INFINITY else c)
+
+
+@inline
+def _float_nearest(b: Any, p: Any) -> Any:
+    """Normals: add half a step less one plus the last kept bit. Subnormals: let an addition round."""
+    man, low = p[0], p[1]
+    u = I(b & MAGNITUDE)
+    drop = I(I23 - man)
+    magic = I(I(low + drop) << I23)
+    half = I(I(I(I1 << drop) >> I1) - I(drop > I0))
+    odd = I(I(u >> drop) & I(drop > I0))
+    normal = I(I(I(I(u + half) + odd) >> drop) - I(I(low - I1) << man))
+    small = I(_as_int(F(_as_float(u) + _as_float(magic))) - magic)
+    return I(small if u < I(low << I23) else normal)
+
+
+@inline
+def _float_parts(b: Any, p: Any) -> Any:
+    """Significand, bits to drop, binades below the smallest normal, exponent code."""
+    man, low, subnormals = p[0], p[1], p[4]
+    u = I(b & MAGNITUDE)
+    field = I(u >> I23)
+    exponent = I(max(field, I1))
+    m = I(I(u & FRACTION) | (HIDDEN if field > I0 else I0))
+    below = I(max(I(low - exponent), I0))
+    drop = I23 if (below > I0 and subnormals == I0) else I(I23 - man)
+    return m, drop, below, I(max(I(exponent - low), I0) << man)
+
+
+@inline
+def _float_directed(b: Any, p: Any, mode: Any) -> Any:
+    """Modes in the order of params.py: nearest, away, zero, up, down."""
+    man, subnormals = p[0], p[4]
+    m, drop, below, base = _float_parts(b, p)
+    shift = I(min(I(drop + below), I25))
+    all_ones = I(I(I1 << shift) - I1)
+    half = I(I(I1 << shift) >> I1)
+    odd = I(I(m >> shift) & I(shift > I0))
+    if mode == I0:
+        add = I(I(half - I(shift > I0)) + odd)
+    elif mode == I1:
+        add = half
+    elif mode == I(2):
+        add = I0
+    else:
+        add = all_ones if (b < I0) == (mode == I(4)) else I0
+    code = I(I(m + add) >> shift)
+    flush = below > I0 and subnormals == I0
+    return I(base + (I(code << man) if flush else code))
+
+
+@inline
+def _float_stochastic(b: Any, p: Any, word: Any) -> Any:
+    man, subnormals = p[0], p[4]
+    m, drop, below, base = _float_parts(b, p)
+    shifted = U(U(m << I7) >> U(min(below, I31)))
+    keep = U(drop + I7)
+    code = I(U(shifted + U(word >> U(U(32) - keep))) >> keep)
+    flush = below > I0 and subnormals == I0
+    return I(base + (I(code << man) if flush else code))
+
+
+@inline
+def _float_stochastic_quick(b: Any, p: Any, word: Any) -> Any:
+    """Formats whose smallest normal is at least 2**-95: a multiplication brings subnormals into place."""
+    man, low = p[0], p[1]
+    u = I(b & MAGNITUDE)
+    drop = U(I23 - man)
+    normal = U(U(U(u) - U(I(low - I1) << I23)) + U(U(word >> U(1)) >> U(U(31) - drop))) >> drop
+    clipped = F(min(_as_float(u), _as_float(I(low << I23))))  # a conversion that overflows is undefined
+    small = U(I(F(clipped * _as_float(I(I(I(284) - low) << I23)))))
+    small = U(small + U(word >> U(U(25) - drop))) >> U(drop + U(7))
+    return I(small if u < I(low << I23) else normal)
+
+
+@inline
+def _float_value(code: Any, p: Any) -> Any:
+    man, low, max_code, sign, subnormals, negative_zero = p[:6]
+    inf_code = p[12]
+    magnitude = I(code & I(sign - I1))
+    neg = I(code & sign) != I0
+    scale = _as_float(I(max(I(low - man), I1) << I23))
+    under = _as_float(I(min(I(I(low - man) + I(126)), I(127)) << I23))
+    small = F(F(F(magnitude) * scale) * under) if subnormals != I0 else F(0)
+    normal = I(I(magnitude << I(I23 - man)) + I(I(low - I1) << I23))
+    bits = I(_as_int(small) if magnitude < I(I1 << man) else normal)
+    bits = INFINITY if magnitude == inf_code else bits
+    bits = I(bits | SIGN) if neg else bits
+    bad = magnitude > max_code and magnitude != inf_code
+    bad = bad or (neg and magnitude == I0 and negative_zero == I0)
+    return NAN if bad else bits
+
+
+@jit
+def float_codes_nearest(bits: Any, out: Any, p: Any, plain: Any) -> None:
+    for i in range(bits.size):
+        out[i] = _float_wrap(_float_nearest(bits[i], p), bits[i], p, plain)
+
+
+@jit
+def float_codes_directed(bits: Any, out: Any, p: Any, plain: Any, mode: Any) -> None:
+    for i in range(bits.size):
+        out[i] = _float_wrap(_float_directed(bits[i], p, mode), bits[i], p, plain)
+
+
+@jit
+def float_codes_stochastic(bits: Any, given: Any, key: Any, out: Any, p: Any, plain: Any, quick: Any) -> None:
+    buffer = np.empty(STREAM_BLOCK, np.uint32)
+    for start in range(0, out.size, STREAM_BLOCK):
+        stop = min(start + STREAM_BLOCK, out.size)
+        words = _block_words(key, given, start, stop, buffer)
+        block, result = bits[start:stop], out[start:stop]
+        if quick:
+            for i in range(result.size):
+                result[i] = _float_wrap(_float_stochastic_quick(block[i], p, words[i]), block[i], p, plain)
+        else:
+            for i in range(result.size):
+                result[i] = _float_wrap(_float_stochastic(block[i], p, words[i]), block[i], p, plain)
+
+
+@jit
+def float_round_nearest(bits: Any, out: Any, p: Any, plain: Any) -> None:
+    for i in range(bits.size):
+        out[i] = _float_value(_float_wrap(_float_nearest(bits[i], p), bits[i], p, plain), p)
+
+
+@jit
+def float_round_directed(bits: Any, out: Any, p: Any, plain: Any, mode: Any) -> None:
+    for i in range(bits.size):
+        out[i] = _float_value(_float_wrap(_float_directed(bits[i], p, mode), bits[i], p, plain), p)
+
+
+@jit
+def float_round_stochastic(bits: Any, given: Any, key: Any, out: Any, p: Any, plain: Any, quick: Any) -> None:
+    buffer = np.empty(STREAM_BLOCK, np.uint32)
+    for start in range(0, out.size, STREAM_BLOCK):
+        stop = min(start + STREAM_BLOCK, out.size)
+        words = _block_words(key, given, start, stop, buffer)
+        block, result = bits[start:stop], out[start:stop]
+        if quick:
+            for i in range(result.size):
+                result[i] = _float_value(_float_wrap(_float_stochastic_quick(block[i], p, words[i]), block[i], p, plain), p)
+        else:
+            for i in range(result.size):
+                result[i] = _float_value(_float_wrap(_float_stochastic(block[i], p, words[i]), block[i], p, plain), p)
+
+
+@jit
+def float_values(codes: Any, out: Any, p: Any) -> None:
+    for i in range(codes.size):
+        out[i] = _float_value(I(codes[i]), p)
+
+
+# Grids
+
+
+@inline
+def _grid_clamp(x: Any, p: Any) -> Any:
+    """Input in steps, cut to one beyond the range so that it converts to an integer."""
+    scale, low, high, _ = p
+    return F(min(max(F(x * scale), F(low - F(1))), F(high + F(1))))
+
+
+@inline
+def _grid_finish(size: Any, steps: Any, x: Any, p: Any) -> Any:
+    """Sign and saturate a rounded magnitude; NaN becomes zero."""
+    _, low, high, _ = p
+    signed = F(min(max(F(-size) if steps < F(0) else size, low), high))
+    return F(signed + F(0)) if x == x else F(0)
+
+
+@inline
+def _grid_steps(x: Any, p: Any, mode: Any) -> Any:
+    steps = _grid_clamp(x, p)
+    size = F(abs(steps))
+    whole = F(np.floor(size))
+    rest = F(size - whole)
+    if mode == I0:
+        size = F(np.rint(size))
+    elif mode == I1:
+        size = F(whole + (F(1) if rest >= F(0.5) else F(0)))
+    elif mode == I(2):
+        size = whole
+    else:
+        size = F(whole + (F(1) if rest > F(0) and (steps > F(0)) == (mode == I(3)) else F(0)))
+    return _grid_finish(size, steps, x, p)
+
+
+@inline
+def _grid_stochastic(x: Any, p: Any, word: Any) -> Any:
+    steps = _grid_clamp(x, p)
+    size = F(abs(steps))
+    whole = F(np.floor(size))
+    size = F(whole + (F(1) if _chance(word) < F(size - whole) else F(0)))
+    return _grid_finish(size, steps, x, p)
+
+
+@jit
+def grid_codes(x: Any, out: Any, p: Any, mask: Any, mode: Any) -> None:
+    for i in range(x.size):
+        out[i] = I(I(_grid_steps(x[i], p, mode)) & mask)
+
+
+@jit
+def grid_round(x: Any, out: Any, p: Any, mode: Any) -> None:
+    for i in range(x.size):
+        out[i] = F(_grid_steps(x[i], p, mode) * p[3])
+
+
+@jit
+def grid_codes_stochastic(x: Any, given: Any, key: Any, out: Any, p: Any, mask: Any) -> None:
+    buffer = np.empty(STREAM_BLOCK, np.uint32)
+    for start in range(0, out.size, STREAM_BLOCK):
+        stop = min(start + STREAM_BLOCK, out.size)
+        words = _block_words(key, given, start, stop, buffer)
+        block, result = x[start:stop], out[start:stop]
+        for i in range(result.size):
+            result[i] = I(I(_grid_stochastic(block[i], p, words[i])) & mask)
+
+
+@jit
+def grid_round_stochastic(x: Any, given: Any, key: Any, out: Any, p: Any) -> None:
+    buffer = np.empty(STREAM_BLOCK, np.uint32)
+    for start in range(0, out.size, STREAM_BLOCK):
+        stop = min(start + STREAM_BLOCK, out.size)
+        words = _block_words(key, given, start, stop, buffer)
+        block, result = x[start:stop], out[start:stop]
+        for i in range(result.size):
+            result[i] = F(_grid_stochastic(block[i], p, words[i]) * p[3])
+
+
+@jit
+def grid_values(codes: Any, out: Any, pad: Any, back: Any) -> None:
+    for i in range(codes.size):
+        out[i] = F(F(I(I(I(codes[i]) << pad) >> pad)) * back)
+
+
+# Steps
+
+
+@jit
+def steps_codes_packed(bits: Any, cells: Any, s0: Any, s1: Any, s2: Any, s3: Any, out: Any) -> None:
+    """Four byte codes to a store; the tables hold the codes already shifted into place."""
+    for i in range(out.size):
+        b0, b1, b2, b3 = bits[4 * i], bits[4 * i + 1], bits[4 * i + 2], bits[4 * i + 3]
+        out[i] = (
+            s0[U(cells[b0 >> HALF] + b0) >> HALF]
+            | s1[U(cells[b1 >> HALF] + b1) >> HALF]
+            | s2[U(cells[b2 >> HALF] + b2) >> HALF]
+            | s3[U(cells[b3 >> HALF] + b3) >> HALF]
+        )
+
+
+@jit
+def steps_lookup(bits: Any, cells: Any, table: Any, out: Any) -> None:
+    for i in range(bits.size):
+        out[i] = table[U(cells[bits[i] >> HALF] + bits[i]) >> HALF]
+
+
+@inline
+def _search(b: Any, firsts: Any, starts: Any) -> Any:
+    low = firsts[b >> HALF]
+    high = firsts[U(b >> HALF) + U(1)]
+    while low < high:
+        middle = U(U(low + high) + U(1)) >> U(1)
+        if starts[middle] <= b:
+            low = middle
+        else:
+            high = U(middle - U(1))
+    return low
+
+
+@jit
+def steps_search(bits: Any, firsts: Any, starts: Any, table: Any, out: Any) -> None:
+    for i in range(bits.size):
+        out[i] = table[_search(bits[i], firsts, starts)]
+
+
+@inline
+def _fill_chances(words: Any, chances: Any) -> None:
+    for i in range(words.size):
+        chances[i] = _chance(words[i])
+
+
+@jit
+def steps_stochastic(
+    x: Any, given: Any, key: Any, out: Any, cells: Any, firsts: Any, starts: Any, lower: Any, inverse: Any, pairs: Any
+) -> None:
+    """`pairs` holds the results below and above for each segment, in turn: an index instead of a branch."""
+    buffer, chances = np.empty(STREAM_BLOCK, np.uint32), np.empty(STREAM_BLOCK, np.float32)
+    bits = x.view(np.uint32)
+    for start in range(0, out.size, STREAM_BLOCK):
+        stop = min(start + STREAM_BLOCK, out.size)
+        words, chance = _block_words(key, given, start, stop, buffer), chances[: stop - start]
+        _fill_chances(words, chance)
+        block, values, result = bits[start:stop], x[start:stop], out[start:stop]
+        if cells.size > 0:
+            for i in range(result.size):
+                s = U(cells[block[i] >> HALF] + block[i]) >> HALF
+                position = F(F(values[i] - lower[s]) * inverse[s])
+                result[i] = pairs[U(U(s << U(1)) + U(chance[i] < position))]
+        else:
+            for i in range(result.size):
+                s = _search(block[i], firsts, starts)
+                position = F(F(values[i] - lower[s]) * inverse[s])
+                result[i] = pairs[U(U(s << U(1)) + U(chance[i] < position))]
+
+
+@jit
+def table_values(codes: Any, table: Any, out: Any) -> None:
+    for i in range(codes.size):
+        out[i] = table[codes[i]]

@@ -1,0 +1,157 @@
+"""What a kernel needs to know about a format: plain numbers and arrays, no format class.
+
+Three families cover every format:
+
+- `FloatParams`: sign, exponent and mantissa bits; rounding is integer arithmetic on the float32 pattern.
+- `GridParams`: evenly spaced with a power-of-two step (fixed point, integers).
+- `StepsParams`: anything else of at most 16 bits. Rounding in one mode is a step function of the 32-bit
+  input pattern, so it is stored as the patterns at which the code changes. NaN, infinities and both
+  zeros are ordinary patterns there and need no branch.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+NEAREST, AWAY, ZERO, UP, DOWN, STOCHASTIC = range(6)
+
+CANONICAL_NAN = 0x7FC00000
+CELL_BITS = 16  # the CPU kernel looks up the upper half of the float32 pattern
+MAX_CELL_BITS = 23  # beyond this, a segment index no longer fits above the cell bits
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class FloatParams:
+    """A signed float. Codes named `..._pos` and `..._neg` are whole codes, sign bit included."""
+
+    exp: int
+    man: int
+    bias: int
+    subnormals: bool
+    negative_zero: bool
+    max_code: int  #: magnitude code of the largest finite value
+    inf_code: int  #: magnitude code of infinity, or -1
+    over_pos: int  #: what a positive finite value beyond the range becomes, in this rounding mode
+    over_neg: int
+    inf_pos: int  #: what an infinite input becomes
+    inf_neg: int
+    nan_pos: int
+    nan_neg: int
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exp + self.man
+
+    @property
+    def min_exponent(self) -> int:
+        """The float32 exponent field of the smallest normal value; at least 1."""
+        return 128 - self.bias
+
+    def is_quick(self, mode: int) -> bool:
+        """Whether the processor's own float arithmetic can bring subnormals into place.
+
+        Nearest adds the power of two whose last place is the smallest subnormal; stochastic multiplies
+        by the one that makes the smallest normal 2**30. Both must be float32 numbers.
+        """
+        if not self.subnormals:
+            return False
+        if mode == NEAREST:
+            return self.min_exponent + 23 - self.man <= 254
+        return mode == STOCHASTIC and self.min_exponent >= 32
+
+    @functools.cached_property
+    def specials(self) -> int:
+        """How special values go on a rounded magnitude, from the general case to the cheapest.
+
+        0: positive and negative, infinite and NaN all apart; 1: large values, infinities and NaN are
+        positive codes with the sign bit added (or, for NaN, toggled); 2: as 1, and NaN is the same
+        code as large values; 3: one code for all of them, and no negative zero.
+        """
+        sign = 1 << (self.exp + self.man)
+        over, nan = (self.over_pos, self.over_neg), (self.nan_pos, self.nan_neg)
+        if over != (self.inf_pos, self.inf_neg):
+            return 0
+        if self.negative_zero and over[0] ^ sign == over[1] and nan[0] ^ sign == nan[1]:
+            return 2 if over == nan else 1
+        return 3 if not self.negative_zero and {*over, *nan} == {sign} else 0
+
+    @functools.cached_property
+    def scalars(self) -> tuple[np.int32, ...]:
+        """The fields in the order in which the kernels unpack them."""
+        sign = np.uint32(1 << (self.exp + self.man)).astype(np.int32)
+        codes = (self.over_pos, self.over_neg, self.inf_pos, self.inf_neg, self.nan_pos, self.nan_neg)
+        return (
+            np.int32(self.man),
+            np.int32(self.min_exponent),
+            np.int32(self.max_code),
+            sign,
+            np.int32(self.subnormals),
+            np.int32(self.negative_zero),
+            *(np.uint32(code).astype(np.int32) for code in codes),
+            np.int32(self.inf_code),
+        )
+
+
+@dataclass(frozen=True)
+class GridParams:
+    """Two's complement integers from `low` to `high`, in units of 2**-frac_bits."""
+
+    bits: int
+    frac_bits: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepsParams:
+    """A step function from float32 patterns to codes, and the table that leads back."""
+
+    bits: int
+    starts: Array  #: uint32 [segments], ascending, the first is 0
+    codes: Array  #: int64 [segments], the code of every pattern from this start to the next
+    values: Array  #: float32 [2**bits], the value of each code
+    inverse: Array | None = None  #: stochastic only, by segment: one over the gap above (0: none),
+    codes_up: Array | None = None  #: and the code above; `codes` are those below
+
+    @functools.cached_property
+    def cell_shift(self) -> int:
+        """The largest shift for which no cell of 2**shift patterns holds two starts; 0 if none."""
+        for shift in range(MAX_CELL_BITS, CELL_BITS - 1, -1):
+            inside = self.starts[self.starts & np.uint32((1 << shift) - 1) != 0]
+            if np.unique(inside >> np.uint32(shift)).size == inside.size:
+                return shift
+        return 0
+
+    def cells(self, shift: int) -> Array:
+        """A table t such that (t[x >> shift] + x) >> shift is the segment of pattern x.
+
+        The addition carries into the segment number exactly when x has reached the start inside its
+        cell: one look-up and one addition replace the comparison.
+        """
+        number = np.arange(1 << (32 - shift), dtype=np.uint64)
+        first = number << np.uint64(shift)
+        segment = np.searchsorted(self.starts, first, side="right").astype(np.uint64) - np.uint64(1)
+        table = segment << np.uint64(shift)
+        inside = self.starts[self.starts & np.uint32((1 << shift) - 1) != 0].astype(np.uint64)
+        offset = inside & np.uint64((1 << shift) - 1)
+        table[inside >> np.uint64(shift)] += np.uint64(1 << shift) - offset
+        return (table - first).astype(np.uint32)
+
+    @functools.cached_property
+    def firsts(self) -> Array:
+        """For each 16-bit cell, the segment of its first pattern (uint32 [65537]), for the search."""
+        edges = np.arange(65537, dtype=np.uint64) << np.uint64(CELL_BITS)
+        return (np.searchsorted(self.starts, edges, side="right") - 1).astype(np.uint32)
+
+    @functools.cached_property
+    def search_steps(self) -> int:
+        """Halvings that find a segment inside any 16-bit cell."""
+        return int(np.diff(self.firsts.astype(np.int64)).max()).bit_length()
+
+
+Params: TypeAlias = FloatParams | GridParams | StepsParams

@@ -1,0 +1,64 @@
+"""How a value between two neighbours is rounded, and where randomness comes from.
+
+Stochastic rounding draws from a counter-based generator, Philox4x32-7. There is no hidden state: the
+word for an element follows from (seed, step, tensor, rank, index) alone, so CPU and GPU agree bit for
+bit, results do not depend on threads or on the order of calls, and a run can be replayed.
+
+    >>> from thinwire import Rounding, Stream, formats
+    >>> import torch
+    >>> stream = Stream(seed=1, step=10, tensor="layer.weight")
+    >>> formats.get("bfloat16").round(torch.full((4,), 1.001), rounding="stochastic", rng=stream)
+    tensor([1.0000, 1.0000, 1.0000, 1.0000])
+"""
+
+import enum
+import functools
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.kernels import reference
+
+
+class Rounding(enum.StrEnum):
+    """Rounding modes. Anywhere a mode is taken, its name as a string is taken too."""
+
+    NEAREST = "nearest"  #: to the nearest value; a tie goes to the even code
+    AWAY = "away"  #: to the nearest value; a tie goes away from zero
+    ZERO = "zero"  #: toward zero
+    UP = "up"  #: toward plus infinity
+    DOWN = "down"  #: toward minus infinity
+    STOCHASTIC = "stochastic"  #: up or down at random, right on average
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A sequence of random words, named by what it is for rather than by how far it has run.
+
+    Give every rank its own `rank` where errors should average out (gradients), and the same one where
+    replicas must stay equal (weights).
+    """
+
+    seed: int
+    step: int = 0
+    tensor: int | str = 0  #: a number, or a name (hashed with CRC-32)
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "step", "rank"):
+            value = getattr(self, name)
+            limit = 32 if name == "rank" else 64
+            if not 0 <= value < 1 << limit:
+                raise ValueError(f"Stream {name} must be in 0..2**{limit}-1, not {value}")
+
+    @functools.cached_property
+    def key(self) -> reference.Key:
+        """The generator's key for this stream: one call keyed by the seed, counted by the rest."""
+        tensor = zlib.crc32(self.tensor.encode()) if isinstance(self.tensor, str) else self.tensor
+        low, high = self.seed & reference.MASK32, self.seed >> 32
+        return reference.philox(self.step, (low, high, tensor, self.rank))
+
+    def words(self, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """The words that elements 0..numel-1 of a tensor would be rounded with, as uint32."""
+        return reference.stream_words(self.key, numel, torch.device(device or "cpu"))
