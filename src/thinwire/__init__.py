@@ -10,23 +10,32 @@ if TYPE_CHECKING:
     from thinwire import formats as formats
     from thinwire.errors import (
         FormatError as FormatError,
-        InputError as InputError,
-        MissingDependency as MissingDependency,
-        ThinwireError as ThinwireError,
-        UnknownFormat as UnknownFormat,
     )
-    from thinwire.rounding import Rounding as Rounding, Stream as Stream
+    from thinwire.errors import (
+        InputError as InputError,
+    )
+    from thinwire.errors import (
+        MissingDependencyError as MissingDependencyError,
+    )
+    from thinwire.errors import (
+        ThinwireError as ThinwireError,
+    )
+    from thinwire.errors import (
+        UnknownFormatError as UnknownFormatError,
+    )
+    from thinwire.rounding import Rounding as Rounding
+    from thinwire.rounding import Stream as Stream
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FormatError",
     "InputError",
-    "MissingDependency",
+    "MissingDependencyError",
     "Rounding",
     "Stream",
     "ThinwireError",
-    "UnknownFormat",
+    "UnknownFormatError",
     "__version__",
     "formats",
 ]
@@ -34,11 +43,11 @@ __all__ = [
 _HOMES = {
     "FormatError": "thinwire.errors",
     "InputError": "thinwire.errors",
-    "MissingDependency": "thinwire.errors",
+    "MissingDependencyError": "thinwire.errors",
     "Rounding": "thinwire.rounding",
     "Stream": "thinwire.rounding",
     "ThinwireError": "thinwire.errors",
-    "UnknownFormat": "thinwire.errors",
+    "UnknownFormatError": "thinwire.errors",
 }
 
 

@@ -1,10 +1,10 @@
 """The errors thinwire raises on purpose.
 
     ThinwireError
-    ├── FormatError        (ValueError)  a format that cannot exist, or cannot do what was asked
-    │   └── UnknownFormat                a name that no format has; near names are listed
-    ├── InputError         (TypeError)   a tensor of the wrong dtype, device or shape
-    └── MissingDependency  (ImportError) an optional package is absent; says which extra to install
+    ├── FormatError             (ValueError)   a format that cannot exist, or cannot do what was asked
+    │   └── UnknownFormatError                 a name that no format has; near names are listed
+    ├── InputError              (TypeError)    a tensor of the wrong dtype, device or shape
+    └── MissingDependencyError  (ImportError)  an optional package is absent; says which extra to install
 
 Every message says what is wrong and what would work.
 """
@@ -18,7 +18,7 @@ class FormatError(ThinwireError, ValueError):
     """The parameters describe no format, or the format cannot do what was asked."""
 
 
-class UnknownFormat(FormatError):
+class UnknownFormatError(FormatError):
     """No format has this name."""
 
 
@@ -26,5 +26,5 @@ class InputError(ThinwireError, TypeError):
     """A tensor has the wrong dtype, device, shape or layout."""
 
 
-class MissingDependency(ThinwireError, ImportError):
+class MissingDependencyError(ThinwireError, ImportError):
     """An optional package is needed for this and is not installed."""

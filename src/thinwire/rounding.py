@@ -46,10 +46,9 @@ class Stream:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("seed", "step", "rank"):
+        for name, limit in (("seed", 64), ("step", 64), ("tensor", 32), ("rank", 32)):
             value = getattr(self, name)
-            limit = 32 if name == "rank" else 64
-            if not 0 <= value < 1 << limit:
+            if not isinstance(value, str) and not 0 <= value < 1 << limit:
                 raise ValueError(f"Stream {name} must be in 0..2**{limit}-1, not {value}")
 
     @functools.cached_property

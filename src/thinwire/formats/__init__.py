@@ -12,7 +12,7 @@ import difflib
 import re
 from collections.abc import Callable
 
-from thinwire.errors import UnknownFormat
+from thinwire.errors import UnknownFormatError
 from thinwire.formats.base import Format
 from thinwire.formats.dettmers import Dettmers
 from thinwire.formats.exponent import E8M0
@@ -122,6 +122,6 @@ def get(name: str | Format) -> Format:
             return build(*found.groups())
     near = difflib.get_close_matches(name, FORMATS, n=5, cutoff=0.4)
     hint = f"near names: {', '.join(near)}; " if near else ""
-    raise UnknownFormat(
+    raise UnknownFormatError(
         f"no format is called '{name}'; {hint}families: {', '.join(PATTERNS)}; `thinwire formats` lists all"
     )

@@ -65,6 +65,11 @@ class Format(abc.ABC):
         return tuple(Rounding)
 
     @property
+    def takes_scale(self) -> bool:
+        """Whether input is meant to be scaled so that its largest magnitude becomes `max`."""
+        return True
+
+    @property
     def has_inf(self) -> bool:
         """Whether some code is an infinity."""
         return bool(np.isinf(self._table).any())
@@ -143,7 +148,7 @@ class Format(abc.ABC):
         return target
 
     def values(self) -> Tensor:
-        """Every finite value, ascending and distinct, as float32. Formats of at most 16 bits."""
+        """Every finite value that rounding returns, ascending, as float32. Formats of at most 16 bits."""
         return torch.from_numpy(self._finite.copy())
 
     @functools.cached_property
@@ -156,7 +161,13 @@ class Format(abc.ABC):
 
     @functools.cached_property
     def _finite(self) -> np.ndarray:
-        return np.unique(self._table[np.isfinite(self._table)] + np.float32(0))
+        values = np.unique(self._table[np.isfinite(self._table)] + np.float32(0))
+        return values[values >= self._lowest]
+
+    @property
+    def _lowest(self) -> float:
+        """Below this, codes decode to numbers that rounding never returns."""
+        return -np.inf
 
     @functools.cached_property
     def _cache(self) -> dict[int, Params]:

@@ -22,7 +22,6 @@ from thinwire.kernels.params import (
     NEAREST,
     STOCHASTIC,
     UP,
-    ZERO,
     Array,
     StepsParams,
 )
@@ -113,10 +112,10 @@ def _ties_away(low: Array, high: Array) -> Array:
 
 
 def _ties_even(book: Codebook) -> Array:
-    """To the even code; between two even or two odd codes to the smaller magnitude."""
+    """To the even code; between two even or two odd codes to the smaller magnitude; at zero up."""
     odd_low, odd_high = book.codes[:-1] & 1, book.codes[1:] & 1
-    smaller = np.abs(book.values[1:]) <= np.abs(book.values[:-1])
-    return np.where(odd_low == odd_high, smaller, odd_low > odd_high)
+    low, high = np.abs(book.values[:-1]), np.abs(book.values[1:])
+    return np.where(odd_low == odd_high, high <= low, odd_low > odd_high) | (high == low)
 
 
 def _key_at(value: Array) -> Array:

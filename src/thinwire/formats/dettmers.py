@@ -34,7 +34,12 @@ TREE_NODES = (
 )  # fmt: skip
 ZERO_RANK, ONE_RANK = 126, 127
 #: The legacy kernel's cuts, in table units: below the first is zero, above the second the top code.
-CUTS = {"dynamic": (1.5e-6, 0.990703), "linear": (0.0, 0.990703), "static": (5e-7, 93.0), "mantissa": (1e-5, 150.5)}
+CUTS = {
+    "dynamic": (1.5e-6, 0.990703),
+    "linear": (0.0, 0.990703),
+    "static": (5e-7, 93.0),
+    "mantissa": (1e-5, 150.5),
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,10 @@ class Dettmers(Format):
         return (Rounding.NEAREST,) if self.legacy else tuple(Rounding)
 
     @property
+    def takes_scale(self) -> bool:
+        return self.kind in ("dynamic", "linear")
+
+    @property
     def has_inf(self) -> bool:
         return False
 
@@ -89,7 +98,7 @@ class Dettmers(Format):
         decoded = np.concatenate((self.ranks, -self.ranks)).astype(np.float32)
         thresholds = ties_up = None
         if self.legacy:
-            thresholds, ties_up = self._legacy_thresholds(order, positive)
+            thresholds, ties_up = self._legacy_thresholds(order)
             thresholds = np.concatenate((-thresholds[::-1], thresholds))
             ties_up = np.concatenate((~ties_up[::-1], ties_up))
         return codebook.Codebook(
@@ -102,29 +111,25 @@ class Dettmers(Format):
             ties_up=ties_up,
         )
 
-    def _legacy_thresholds(self, order: Array, positive: Array) -> tuple[Array, Array]:
-        """Where the original search changes rank, and whether the threshold itself belongs above.
+    def _legacy_thresholds(self, order: Array) -> tuple[Array, Array]:
+        """Where the original search changes value, and whether the threshold itself belongs above.
 
         The search starts at rank 63 (dynamic) or 64 and halves its step six times, so the final pivot is
-        always even, or always odd. From a rank below a pivot the change is at the midpoint; from a pivot
-        it is just past the next rank.
+        always even, or always odd. From the rank below a pivot the change is at the midpoint; from a
+        pivot it is just past the next rank.
         """
-        searched = self.ranks[order][1:] if self.kind == "dynamic" else self.ranks[order]
-        low, high = searched[:-1], searched[1:]
-        upper_is_pivot = np.arange(1, searched.size) % 2 == (0 if self.kind == "dynamic" else 1)
+        magnitudes = self.ranks[order]
+        low, high = magnitudes[:-1], magnitudes[1:]
+        # In the order by magnitude, dynamic's zero comes first and moves its even ranks to odd places.
+        upper_is_pivot = np.arange(1, magnitudes.size) % 2 == 1
         thresholds = np.where(upper_is_pivot, (low + high) / 2, high)
+        differ = low != high  # equal neighbours are searched, but are one value
+        thresholds, ties_up = thresholds[differ], upper_is_pivot[differ]
         bottom, top = (np.float64(np.float32(cut * 10.0**self.offset)) for cut in CUTS[self.kind])
         if self.kind == "dynamic":
-            thresholds = np.append(bottom, thresholds)
-            upper_is_pivot = np.append(True, upper_is_pivot)
-        last_of_value = np.append(np.flatnonzero(low != high), [])  # repeats are searched but are one value
-        if self.kind == "dynamic":
-            last_of_value = np.append(0, last_of_value + 1)
-        thresholds, ties_up = thresholds[last_of_value.astype(int)], upper_is_pivot[last_of_value.astype(int)]
-        ties_up = np.where(thresholds <= bottom, True, ties_up)
-        thresholds = np.maximum(thresholds, bottom)
-        ties_up = np.where(thresholds >= top, False, ties_up)
-        return np.minimum(thresholds, top), ties_up
+            thresholds[0] = bottom
+        ties_up = (ties_up | (thresholds <= bottom)) & (thresholds < top)
+        return thresholds.clip(bottom, top), ties_up
 
     def _params(self, mode: int) -> StepsParams:
         if self.legacy and mode != NEAREST:

@@ -16,8 +16,9 @@ NAN = 255
 class E8M0(Format):
     """The powers of two from 2**-127 to 2**127, without zero or sign, as ml_dtypes' `float8_e8m0fnu`.
 
-    Ties go up, as ml_dtypes has it, not to the even code. Zero, negative numbers, infinities and NaN are
-    NaN, and so is what rounds to 2**128; what lies below 2**-127 becomes 2**-127.
+    Nearest is as ml_dtypes and torch have it: ties go up, not to the even code, and so does everything
+    between 2**-127 and 2**-126. Zero, negative numbers, infinities and NaN are NaN, and so is what rounds
+    to 2**128; what lies below 2**-127 becomes 2**-127.
 
     >>> from thinwire.formats import E8M0
     >>> E8M0().to_codes(torch.tensor([1.0, 3.0, 0.0]))
@@ -45,9 +46,17 @@ class E8M0(Format):
         values = np.ldexp(1.0, np.arange(-127, 129))  # the last stands for overflow
         codes = np.arange(256)
         decoded = codebook.decode_table(8, values[:-1], codes[:-1], nan_code=NAN)
-        ties_up = np.ones(255, dtype=bool)
+        thresholds = 1.5 * values[:-1]
+        thresholds[0] = values[0]
         return codebook.Codebook(
-            8, values, codes, decoded, nan_code=NAN, ties_up=ties_up, nonpositive_code=NAN
+            8,
+            values,
+            codes,
+            decoded,
+            nan_code=NAN,
+            thresholds=thresholds,
+            ties_up=np.arange(255) > 0,
+            nonpositive_code=NAN,
         )
 
     def _params(self, mode: int) -> StepsParams:

@@ -39,6 +39,10 @@ class Fixed(Format):
         return self.int_bits + self.frac_bits
 
     @property
+    def takes_scale(self) -> bool:
+        return False
+
+    @property
     def has_inf(self) -> bool:
         return False
 
@@ -54,7 +58,7 @@ class Fixed(Format):
     def min_subnormal(self) -> float:
         return 2.0**-self.frac_bits
 
-    def _params(self, mode: int) -> GridParams:
+    def _params(self, mode: int) -> GridParams:  # noqa: ARG002
         half = 1 << (self.bits - 1)
         return GridParams(self.bits, self.frac_bits, -half, half - 1)
 
@@ -102,15 +106,19 @@ class Int(Format):
     def min_subnormal(self) -> float:
         return 1.0
 
-    def _params(self, mode: int) -> GridParams:
+    @property
+    def _lowest(self) -> float:
+        return self.min
+
+    def _params(self, mode: int) -> GridParams:  # noqa: ARG002
         return GridParams(self.width, 0, -int(self.max), int(self.max))
 
 
 @dataclass(frozen=True)
 class Uniform(Format):
-    """The interval [0, 1], or [-1, 1] if `signed`, in equal parts: k / (2**width - 1), or k / (2**(width-1) - 1).
+    """The interval [0, 1], or [-1, 1] if `signed`, in equal parts.
 
-    Signed codes are two's complement, as in `Int`.
+    The values are k / (2**width - 1), or k / (2**(width-1) - 1) with two's complement codes as in `Int`.
 
     >>> from thinwire.formats import Uniform
     >>> Uniform(2).values(), Uniform(2, signed=True).values()
@@ -131,6 +139,10 @@ class Uniform(Format):
     @property
     def bits(self) -> int:
         return self.width
+
+    @property
+    def _lowest(self) -> float:
+        return -1.0
 
     @functools.cached_property
     def _book(self) -> codebook.Codebook:

@@ -85,6 +85,10 @@ class Float(Format):
         return f"NaN {nan}, values beyond the range and infinities {over}, -0 {zero}."
 
     @property
+    def takes_scale(self) -> bool:
+        return self.bits <= 8
+
+    @property
     def has_inf(self) -> bool:
         return self.specials == "ieee"
 

@@ -51,6 +51,10 @@ class Posit(Format):
         return f"NaN and infinities are NaR, large values saturate, small values {small}, -0 becomes 0."
 
     @property
+    def takes_scale(self) -> bool:
+        return False
+
+    @property
     def has_inf(self) -> bool:
         return False
 

@@ -80,7 +80,7 @@ class Table(Format):
 
 
 def normal_quantiles(width: int) -> tuple[float, ...]:
-    """Quantiles of a normal distribution scaled to [-1, 1], with a zero: QLoRA's construction for any width."""
+    """Quantiles of a normal distribution in [-1, 1], with a zero: QLoRA's construction for any width."""
     if not 2 <= width <= 16:
         raise FormatError(f"normal_quantiles needs 2 to 16 bits, not {width}")
     half = 1 << (width - 1)
@@ -95,7 +95,7 @@ def normal_quantiles(width: int) -> tuple[float, ...]:
 
 
 def exponential(width: int, base: float = 0.5, zero: bool = True) -> tuple[float, ...]:
-    """Powers of `base` with both signs: NUQSGD's levels {0, +-1, +-1/2, ...}; its code leaves out the zero."""
+    """Powers of `base` with both signs: NUQSGD's levels {0, +-1, +-1/2, ...}; its code has no zero."""
     if not 2 <= width <= 8 or not 0 < base < 1:
         raise FormatError(f"exponential needs 2 to 8 bits and 0 < base < 1, not {width} and {base}")
     count = (1 << (width - 1)) - zero
@@ -117,7 +117,10 @@ def bnb_dynamic(signed: bool = True) -> tuple[float, ...]:
 
 
 def bnb_linear(signed: bool = True) -> tuple[float, ...]:
-    """The linear map of bitsandbytes: 255 even steps over [-1, 1] and a second zero, or 256 over [0, 1]."""
+    """The linear map of bitsandbytes: 255 even steps over [-1, 1] and a zero, or 256 over [0, 1].
+
+    In float32 the middle step comes out as 3.7e-9, beside the zero.
+    """
     if not signed:
         return tuple(torch.linspace(0, 1, 256).tolist())
     steps = torch.linspace(-1, 1, 255).tolist()

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from thinwire.errors import InputError, MissingDependency
+from thinwire.errors import InputError, MissingDependencyError
 from thinwire.kernels.params import Params
 from thinwire.kernels.reference import Key, code_dtype, stream_words
 
@@ -66,6 +66,8 @@ def _backend(device: torch.device) -> ModuleType:
         try:
             from thinwire.kernels import cuda
         except ImportError as error:
-            raise MissingDependency(f"CUDA tensors need triton, which failed to import: {error}") from None
+            raise MissingDependencyError(
+                f"CUDA tensors need triton, which failed to import: {error}"
+            ) from None
         return cuda
     raise InputError(f"no kernel for device '{device}'; use cpu, cuda or meta")

@@ -101,21 +101,22 @@ def _float_loop(
     return lambda s, _: directed(bits[s], out[s], p, plain, np.int32(mode))
 
 
-def _grid_loop(
-    params: GridParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool
-) -> Loop:
-    p = (np.float32(2.0**params.frac_bits), np.float32(params.low), np.float32(params.high), np.float32(2.0**-params.frac_bits))
+def _grid_loop(params: GridParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool) -> Loop:
+    p = (
+        np.float32(2.0**params.frac_bits),
+        np.float32(params.low),
+        np.float32(params.high),
+        np.float32(2.0**-params.frac_bits),
+    )
     mask = (np.int32((1 << params.bits) - 1),) if codes else ()
     if mode == STOCHASTIC:
         stochastic = loops.grid_codes_stochastic if codes else loops.grid_round_stochastic
         return lambda s, start: stochastic(x[s], *_part(random, s, start), out[s], p, *mask)
-    nearest = loops.grid_codes if codes else loops.grid_round
+    nearest: Any = loops.grid_codes if codes else loops.grid_round
     return lambda s, _: nearest(x[s], out[s], p, *mask, np.int32(mode))
 
 
-def _steps_loop(
-    params: StepsParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool
-) -> Loop:
+def _steps_loop(params: StepsParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool) -> Loop:
     plan = _steps_plan(params)
     table, pairs = (plan.codes, plan.code_pairs) if codes else (plan.values, plan.value_pairs)
     if mode == STOCHASTIC:
@@ -143,7 +144,7 @@ class _StepsPlan:
     index: tuple[Array, Array, Array]  # cells (empty if a search is needed), firsts, starts
     codes: Array
     values: Array
-    packed: tuple[Array, ...]
+    packed: tuple[Array, Array, Array, Array]
     code_pairs: Array  # below and above in turn, for stochastic rounding
     value_pairs: Array
 
@@ -154,6 +155,7 @@ def _steps_plan(params: StepsParams) -> _StepsPlan:
     empty = np.empty(0, np.uint32)
     dtype = np.uint8 if params.bits <= 8 else np.uint16
     up = params.codes if params.codes_up is None else params.codes_up
+    wide = params.codes.astype(np.uint32)
     return _StepsPlan(
         index=(
             params.cells(CELL_BITS) if fits else empty,
@@ -162,7 +164,7 @@ def _steps_plan(params: StepsParams) -> _StepsPlan:
         ),
         codes=params.codes.astype(dtype),
         values=params.values[params.codes],
-        packed=tuple(params.codes.astype(np.uint32) << np.uint32(8 * j) for j in range(4)),
+        packed=(wide, wide << np.uint32(8), wide << np.uint32(16), wide << np.uint32(24)),
         code_pairs=np.stack([params.codes, up], axis=1).astype(dtype).ravel(),
         value_pairs=params.values[np.stack([params.codes, up], axis=1)].ravel(),
     )

@@ -73,10 +73,10 @@ def _run(
         scalars = (man, low, max_code, sign, *rest, *signed_key)
         _launch(programs.float_kernel, out, *start, values, *scalars, **shape, **streamed)
     elif isinstance(params, GridParams):
-        scalars = (2.0**params.frac_bits, float(params.low), float(params.high), 2.0**-params.frac_bits)
+        grid = (2.0**params.frac_bits, float(params.low), float(params.high), 2.0**-params.frac_bits)
         shape = {"MODE": mode, "CODES": codes}
         mask = (1 << params.bits) - 1
-        _launch(programs.grid_kernel, out, *start, *scalars, mask, *signed_key, **shape, **streamed)
+        _launch(programs.grid_kernel, out, *start, *grid, mask, *signed_key, **shape, **streamed)
     else:
         tables = _tables(params, out.device)
         table = tables.codes if codes else tables.values

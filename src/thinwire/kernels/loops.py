@@ -7,7 +7,8 @@ adding a suitable power of two makes the processor round subnormals.
 `p` is `FloatParams.scalars`, or (scale, low, high, step) for a grid.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -28,8 +29,17 @@ HALF = U(CELL_BITS)
 LOW32 = Q(0xFFFFFFFF)
 SHIFT32 = Q(32)
 
-jit: Any = numba.njit(nogil=True, cache=True)
-inline: Any = numba.njit(nogil=True, cache=True, inline="always")
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+
+def jit(loop: Loop) -> Loop:
+    """Compile on first use, keep the result on disk, and let other threads run meanwhile."""
+    return numba.njit(nogil=True, cache=True)(loop)
+
+
+def inline(loop: Loop) -> Loop:
+    """The same, expanded into its callers so that they can be vectorised."""
+    return numba.njit(nogil=True, cache=True, inline="always")(loop)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -112,34 +122,36 @@ def _float_nearest(b: Any, p: Any) -> Any:
     drop = I(I23 - man)
     magic = I(I(low + drop) << I23)
     half = I(I(I(I1 << drop) >> I1) - I(drop > I0))
-    odd = I(I(u >> drop) & I(drop > I0))
-    normal = I(I(I(I(u + half) + odd) >> drop) - I(I(low - I1) << man))
+    first = I(I(low - I1) << man)
+    odd = I(I(I(u >> drop) - first) & I(drop > I0))
+    normal = I(I(I(I(u + half) + odd) >> drop) - first)
     small = I(_as_int(F(_as_float(u) + _as_float(magic))) - magic)
     return I(small if u < I(low << I23) else normal)
 
 
 @inline
 def _float_parts(b: Any, p: Any) -> Any:
-    """Significand, bits to drop, binades below the smallest normal, exponent code."""
+    """Significand, bits to drop, binades below the smallest normal, exponent code, whether to flush."""
     man, low, subnormals = p[0], p[1], p[4]
     u = I(b & MAGNITUDE)
     field = I(u >> I23)
     exponent = I(max(field, I1))
     m = I(I(u & FRACTION) | (HIDDEN if field > I0 else I0))
     below = I(max(I(low - exponent), I0))
-    drop = I23 if (below > I0 and subnormals == I0) else I(I23 - man)
-    return m, drop, below, I(max(I(exponent - low), I0) << man)
+    flush = u < I(low << I23) and subnormals == I0
+    drop = I23 if flush else I(I23 - man)
+    return m, drop, below, I(max(I(exponent - low), I0) << man), flush
 
 
 @inline
 def _float_directed(b: Any, p: Any, mode: Any) -> Any:
     """Modes in the order of params.py: nearest, away, zero, up, down."""
-    man, subnormals = p[0], p[4]
-    m, drop, below, base = _float_parts(b, p)
+    man = p[0]
+    m, drop, below, base, flush = _float_parts(b, p)
     shift = I(min(I(drop + below), I25))
     all_ones = I(I(I1 << shift) - I1)
     half = I(I(I1 << shift) >> I1)
-    odd = I(I(m >> shift) & I(shift > I0))
+    odd = I(I(I(m >> shift) + base) & I(shift > I0))
     if mode == I0:
         add = I(I(half - I(shift > I0)) + odd)
     elif mode == I1:
@@ -149,18 +161,16 @@ def _float_directed(b: Any, p: Any, mode: Any) -> Any:
     else:
         add = all_ones if (b < I0) == (mode == I(4)) else I0
     code = I(I(m + add) >> shift)
-    flush = below > I0 and subnormals == I0
     return I(base + (I(code << man) if flush else code))
 
 
 @inline
 def _float_stochastic(b: Any, p: Any, word: Any) -> Any:
-    man, subnormals = p[0], p[4]
-    m, drop, below, base = _float_parts(b, p)
+    man = p[0]
+    m, drop, below, base, flush = _float_parts(b, p)
     shifted = U(U(m << I7) >> U(min(below, I31)))
     keep = U(drop + I7)
     code = I(U(shifted + U(word >> U(U(32) - keep))) >> keep)
-    flush = below > I0 and subnormals == I0
     return I(base + (I(code << man) if flush else code))
 
 
@@ -243,10 +253,14 @@ def float_round_stochastic(bits: Any, given: Any, key: Any, out: Any, p: Any, pl
         block, result = bits[start:stop], out[start:stop]
         if quick:
             for i in range(result.size):
-                result[i] = _float_value(_float_wrap(_float_stochastic_quick(block[i], p, words[i]), block[i], p, plain), p)
+                result[i] = _float_value(
+                    _float_wrap(_float_stochastic_quick(block[i], p, words[i]), block[i], p, plain), p
+                )
         else:
             for i in range(result.size):
-                result[i] = _float_value(_float_wrap(_float_stochastic(block[i], p, words[i]), block[i], p, plain), p)
+                result[i] = _float_value(
+                    _float_wrap(_float_stochastic(block[i], p, words[i]), block[i], p, plain), p
+                )
 
 
 @jit
@@ -388,7 +402,16 @@ def _fill_chances(words: Any, chances: Any) -> None:
 
 @jit
 def steps_stochastic(
-    x: Any, given: Any, key: Any, out: Any, cells: Any, firsts: Any, starts: Any, lower: Any, inverse: Any, pairs: Any
+    x: Any,
+    given: Any,
+    key: Any,
+    out: Any,
+    cells: Any,
+    firsts: Any,
+    starts: Any,
+    lower: Any,
+    inverse: Any,
+    pairs: Any,
 ) -> None:
     """`pairs` holds the results below and above for each segment, in turn: an index instead of a branch."""
     buffer, chances = np.empty(STREAM_BLOCK, np.uint32), np.empty(STREAM_BLOCK, np.float32)

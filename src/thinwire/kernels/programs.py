@@ -77,15 +77,16 @@ def _write(out, at, left, value, FULL: tl.constexpr):
 
 @triton.jit
 def _float_parts(u, man, low, FLUSH: tl.constexpr):
-    """Significand, bits to drop, binades below the smallest normal, exponent code."""
+    """Significand, bits to drop, binades below the smallest normal, exponent code, whether to flush."""
     field = u >> 23
     exponent = tl.maximum(field, 1)
     m = tl.where(field > 0, (u & 0x7FFFFF) | 0x800000, u)
     below = tl.maximum(low - exponent, 0)
     drop = 23 - man
+    flush = u < (low << 23)
     if FLUSH:
-        drop = tl.where(below > 0, 23, drop)
-    return m, drop, below, tl.maximum(exponent - low, 0) << man
+        drop = tl.where(flush, 23, drop)
+    return m, drop, below, tl.maximum(exponent - low, 0) << man, flush
 
 
 @triton.jit
@@ -96,7 +97,8 @@ def _float_nearest(u, man, low):
     magic = (low + 23 - man) << 23
     wide = u.to(tl.uint32)  # NaN patterns plus half a step do not fit into int32
     half = ((1 << drop).to(tl.uint32) >> 1) - some
-    normal = ((wide + half + ((wide >> drop) & some)) >> drop).to(tl.int32) - ((low - 1) << man)
+    first = ((low - 1) << man).to(tl.uint32)
+    normal = (((wide + half + (((wide >> drop) - first) & some)) >> drop) - first).to(tl.int32)
     rounded = u.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
     return tl.where(u < (low << 23), rounded.to(tl.int32, bitcast=True) - magic, normal)
 
@@ -121,7 +123,7 @@ def _float_magnitude(b, word, man, low, MODE: tl.constexpr, FLUSH: tl.constexpr,
             return _float_nearest(u, man, low)
         else:
             return _float_stochastic(u, word, man, low)
-    m, drop, below, base = _float_parts(u, man, low, FLUSH)
+    m, drop, below, base, flush = _float_parts(u, man, low, FLUSH)
     if MODE == 5:
         shifted = (m << 7).to(tl.uint32) >> tl.minimum(below, 31).to(tl.uint32)
         keep = (drop + 7).to(tl.uint32)
@@ -130,7 +132,7 @@ def _float_magnitude(b, word, man, low, MODE: tl.constexpr, FLUSH: tl.constexpr,
         shift = tl.minimum(drop + below, 25)
         some = (shift > 0).to(tl.int32)
         if MODE == 0:
-            add = ((1 << shift) >> 1) - some + ((m >> shift) & some)
+            add = ((1 << shift) >> 1) - some + (((m >> shift) + base) & some)
         elif MODE == 1:
             add = (1 << shift) >> 1
         elif MODE == 2:
@@ -141,7 +143,7 @@ def _float_magnitude(b, word, man, low, MODE: tl.constexpr, FLUSH: tl.constexpr,
             add = tl.where(b < 0, (1 << shift) - 1, 0)
         code = (m + add) >> shift
     if FLUSH:
-        code = tl.where(below > 0, code << man, code)
+        code = tl.where(flush, code << man, code)
     return base + code
 
 

@@ -3,6 +3,7 @@
 All of them take a flat float32 tensor (or flat codes) and return a new one. Integer work is done in
 int64, where 32-bit patterns are non-negative and no shift overflows.
 """
+
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -76,14 +77,14 @@ def _float_codes(p: FloatParams, pattern: Tensor, mode: int, random: Tensor) -> 
     exponent = (magnitude >> 23).clamp(min=1)
     significand = torch.where(magnitude >> 23 > 0, magnitude & 0x7FFFFF | 0x800000, magnitude)
     below = (p.min_exponent - exponent).clamp(min=0)  # binades under the smallest normal
-    flush = (below > 0) & (not p.subnormals)
+    base = (exponent - p.min_exponent).clamp(min=0) << p.man
+    flush = (magnitude < p.min_exponent << 23) & (not p.subnormals)
     drop = torch.where(flush, 23, 23 - p.man)
     if mode == STOCHASTIC:
         code = _shift_stochastic(significand, drop, below, random)
     else:
-        code = _shift_round(significand, (drop + below).clamp(max=32), mode, negative)
-    code = torch.where(flush, code << p.man, code)
-    code = code + ((exponent - p.min_exponent).clamp(min=0) << p.man)
+        code = _shift_round(significand, (drop + below).clamp(max=32), base, mode, negative)
+    code = base + torch.where(flush, code << p.man, code)
     overflow = code > p.max_code
     sign = negative & ((code > 0) | p.negative_zero)
     code = code | sign.long() << (p.exp + p.man)
@@ -106,12 +107,12 @@ def _shift_stochastic(significand: Tensor, drop: Tensor, below: Tensor, random: 
     return (shifted + (random >> (25 - drop))) >> (drop + 7)
 
 
-def _shift_round(significand: Tensor, drop: Tensor, mode: int, negative: Tensor) -> Tensor:
-    """Drop the low bits of a 24-bit significand."""
+def _shift_round(significand: Tensor, drop: Tensor, base: Tensor, mode: int, negative: Tensor) -> Tensor:
+    """Drop the low bits of a 24-bit significand; a tie looks at the whole code, which counts if man = 0."""
     whole, rest = significand >> drop, significand & ((1 << drop) - 1)
     half = (1 << drop) >> 1
     if mode == NEAREST:
-        up = (rest > half) | ((rest == half) & (whole & 1 == 1) & (drop > 0))
+        up = (rest > half) | ((rest == half) & (whole + base & 1 == 1) & (drop > 0))
     elif mode == AWAY:
         up = (rest >= half) & (drop > 0)
     elif mode == ZERO:
@@ -163,7 +164,8 @@ def _steps_codes(p: StepsParams, pattern: Tensor, x: Tensor, mode: int, random: 
     codes = torch.from_numpy(p.codes).to(device)[segment]
     if mode != STOCHASTIC:
         return codes
-    assert p.inverse is not None and p.codes_up is not None
+    assert p.inverse is not None
+    assert p.codes_up is not None
     lower = torch.from_numpy(p.values).to(device)[codes]  # NaN where the code is: no chance to go up
     position = (x - lower) * torch.from_numpy(p.inverse).to(device)[segment]
     return torch.where(_chance(random) < position, torch.from_numpy(p.codes_up).to(device)[segment], codes)
@@ -177,11 +179,12 @@ def _chance(random: Tensor) -> Tensor:
 def philox(call: Word, key: Key) -> tuple[Word, Word, Word, Word]:
     """Philox4x32-7 (Salmon et al. 2011): four random words for a call number, or for a tensor of them.
 
-    Seven rounds are the fewest that the authors found to pass all of BigCrush. The call number is the lower half of the counter; the upper half and the generator's key come from
-    the stream's key. Tensors are int64 and wrap; the masks undo it.
+    Seven rounds are the fewest that the authors found to pass all of BigCrush. The call number is the
+    lower half of the counter; the upper half and the generator's key come from the stream's key. Tensors
+    are int64 and wrap; the masks undo it.
     """
-    k0, k1, c, d = key
-    a, b = call & MASK32, call >> 32
+    k0, k1 = key[:2]
+    a, b, c, d = call & MASK32, call >> 32, 0 * call + key[2], 0 * call + key[3]
     for _ in range(ROUNDS):
         p, q = a * 0xD2511F53, c * 0xCD9E8D57
         a, b, c, d = (q >> 32 & MASK32) ^ b ^ k0, q & MASK32, (p >> 32 & MASK32) ^ d ^ k1, p & MASK32

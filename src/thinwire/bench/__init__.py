@@ -1,0 +1,1 @@
+"""Measurements of this machine: how fast the formats run, beside a copy and beside other libraries."""

@@ -1,0 +1,143 @@
+"""What a user would pick instead, timed on the same input: torch's casts, ml_dtypes, bitsandbytes, qtorch,
+and thinwire's own reference in eager torch.
+
+A library that is not installed, or does not serve the device, is listed as absent with the reason.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.formats import get
+from thinwire.kernels import reference
+
+TORCH_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "float8_e5m2fnuz": torch.float8_e5m2fnuz,
+}
+REFERENCE = ("float8_e4m3fn", "int8", "posit8_1", "dynamic_tree")
+
+Call = Callable[[], Any]
+Case = tuple[str, str, Call]  # format, operation, what to time
+
+
+def measure(
+    x: Tensor, copy_s: float, seconds: Callable[[Call, torch.device], float]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows like those of the formats, and why some libraries have none."""
+    rows: list[dict[str, Any]] = []
+    absent: dict[str, str] = {}
+    for library, cases in PEERS.items():
+        try:
+            for format, operation, call in cases(x):
+                taken = seconds(call, x.device)
+                nbytes = (
+                    8
+                    if operation.startswith("round")
+                    else 4 + reference.code_dtype(get(format).bits).itemsize
+                )
+                rows.append(
+                    {
+                        "library": library,
+                        "format": format,
+                        "operation": operation,
+                        "seconds": taken,
+                        "elements_per_s": x.numel() / taken,
+                        "speed_ratio": copy_s / taken,
+                        "bandwidth_ratio": nbytes / taken / (8 / copy_s),
+                    }
+                )
+        except (ImportError, NotImplementedError, RuntimeError, OSError) as error:
+            absent[library] = str(error).splitlines()[0]
+    return sorted(rows, key=lambda row: (row["format"], row["operation"])), absent
+
+
+def torch_casts(x: Tensor) -> list[Case]:
+    cases: list[Case] = []
+    for name, dtype in TORCH_DTYPES.items():
+        low, values = x.to(dtype), torch.empty_like(x)
+        cases.append((name, "to_codes", partial(low.copy_, x)))
+        cases.append((name, "from_codes", partial(values.copy_, low)))
+    return cases
+
+
+def eager_reference(x: Tensor) -> list[Case]:
+    """A sixteenth of the input, the time scaled up: it is slow and needs memory."""
+    part = x[: x.numel() // 16]
+    cases: list[Case] = []
+    for name in REFERENCE:
+        params = get(name)._prepared(0)
+        codes = reference.to_codes(params, part, 0)
+        cases.append((name, "to_codes", _sixteen(partial(reference.to_codes, params, part, 0))))
+        cases.append((name, "from_codes", _sixteen(partial(reference.from_codes, params, codes))))
+    return cases
+
+
+def _sixteen(call: Call) -> Call:
+    def sixteen_times() -> None:
+        for _ in range(16):
+            call()
+
+    return sixteen_times
+
+
+def ml_dtypes_casts(x: Tensor) -> list[Case]:
+    import ml_dtypes
+
+    _need_cpu(x)
+    source = x.numpy()
+    cases: list[Case] = []
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float8_e4m3b11fnuz", "bfloat16"):
+        dtype = getattr(ml_dtypes, name)
+        low = source.astype(dtype)
+        cases.append((name, "to_codes", partial(source.astype, dtype)))
+        cases.append((name, "from_codes", partial(low.astype, "float32")))
+    return cases
+
+
+def bitsandbytes_maps(x: Tensor) -> list[Case]:
+    """Its blockwise quantisation, blocks of 4096; the absolute maxima it computes besides are part of it."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes.functional as bnb
+
+    table = bnb.create_dynamic_map().to(x.device)
+    codes, state = bnb.quantize_blockwise(x, code=table, blocksize=4096)
+    return [
+        ("bnb_dynamic", "to_codes", lambda: bnb.quantize_blockwise(x, code=table, blocksize=4096)),
+        ("bnb_dynamic", "from_codes", lambda: bnb.dequantize_blockwise(codes, state)),
+    ]
+
+
+def qtorch_rounding(x: Tensor) -> list[Case]:
+    """Rounds to values; it has no codes."""
+    from qtorch.quant import fixed_point_quantize, float_quantize
+
+    _need_cpu(x)
+    return [
+        ("e4m3", "round", lambda: float_quantize(x, 4, 3, rounding="nearest")),
+        ("e5m2", "round", lambda: float_quantize(x, 5, 2, rounding="nearest")),
+        ("fixed2.6", "round", lambda: fixed_point_quantize(x, 8, 6, rounding="nearest")),
+        ("e4m3", "round stochastic", lambda: float_quantize(x, 4, 3, rounding="stochastic")),
+    ]
+
+
+def _need_cpu(x: Tensor) -> None:
+    if x.device.type != "cpu":
+        raise NotImplementedError("measured on the CPU only")
+
+
+PEERS: dict[str, Callable[[Tensor], list[Case]]] = {
+    "torch cast": torch_casts,
+    "torch eager": eager_reference,
+    "ml_dtypes": ml_dtypes_casts,
+    "bitsandbytes": bitsandbytes_maps,
+    "qtorch": qtorch_rounding,
+}

@@ -1,0 +1,98 @@
+"""How much a format loses on given numbers.
+
+A format that takes a scale sees its input scaled so that the largest magnitude becomes the format's; the
+others see it as it is. Relative errors are averaged over the elements that are not zero.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.errors import InputError
+from thinwire.formats.base import Format
+from thinwire.rounding import Rounding, Stream
+
+#: The four distributions of Dettmers 2016, and one with the heavy tail of gradients.
+DISTRIBUTIONS = {
+    "U(0,1)": lambda n, g: torch.rand(n, generator=g),
+    "N(0,1)": lambda n, g: torch.randn(n, generator=g),
+    "N(0,10^2)": lambda n, g: torch.randn(n, generator=g) * 10,
+    "N(0,0.2^2)": lambda n, g: torch.randn(n, generator=g) * 0.2,
+    "lognormal": lambda n, g: torch.randn(n, generator=g) * torch.exp(2 * torch.randn(n, generator=g)),
+}
+
+
+def sample(name: str, numel: int, seed: int = 0) -> Tensor:
+    """Numbers from one of DISTRIBUTIONS; the same for the same seed."""
+    if name not in DISTRIBUTIONS:
+        raise InputError(f"no distribution is called '{name}'; use one of: {', '.join(DISTRIBUTIONS)}")
+    return DISTRIBUTIONS[name](numel, torch.Generator().manual_seed(seed))
+
+
+def load(path: Path) -> Tensor:
+    """The numbers in a .npy file, or in the tensor (or tensors) of a .pt file, as flat float32."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist")
+    if path.suffix == ".npy":
+        found: Any = torch.from_numpy(np.load(path, allow_pickle=False))
+    elif path.suffix in (".pt", ".pth"):
+        found = torch.load(path, weights_only=True, map_location="cpu")
+    else:
+        raise InputError(f"{path} is neither .npy nor .pt")
+    tensors = list(_tensors(found))
+    if not tensors:
+        raise InputError(f"{path} holds no floating-point tensor")
+    return torch.cat([tensor.flatten().float() for tensor in tensors])
+
+
+def _tensors(found: Any) -> Iterable[Tensor]:
+    if isinstance(found, Tensor):
+        if found.is_floating_point():
+            yield found
+    elif isinstance(found, dict):
+        for each in found.values():
+            yield from _tensors(each)
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _tensors(each)
+
+
+def errors(
+    format: Format, x: Tensor, rounding: Rounding | str = Rounding.NEAREST, seed: int = 0
+) -> dict[str, float]:
+    """Mean relative, absolute and squared error, signal-to-noise ratio in dB, share that became zero."""
+    scale = float(x.abs().max()) / format.max if format.takes_scale else 1.0
+    scale = scale or 1.0
+    rng = Stream(seed) if rounding == Rounding.STOCHASTIC else None
+    exact = x.double()
+    rounded = format.round((exact / scale).float(), rounding, rng).double() * scale
+    error = (rounded - exact).abs()
+    nonzero = exact != 0
+    power, noise = float(exact.square().mean()), float(error.square().mean())
+    return {
+        "relative": float((error[nonzero] / exact[nonzero].abs()).mean()),
+        "absolute": float(error.mean()),
+        "squared": noise,
+        "snr_db": float(10 * np.log10(power / noise)) if power and noise else float("inf"),
+        "zeroed": float((rounded[nonzero] == 0).double().mean()),
+    }
+
+
+def error_table(
+    chosen: Iterable[Format],
+    samples: dict[str, Tensor],
+    rounding: Rounding | str = Rounding.NEAREST,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """One row for each format and each set of numbers; unsigned formats have none where signs occur."""
+    return [
+        {"format": format.name, "bits": format.bits, "data": name, **errors(format, x, rounding, seed)}
+        for format in chosen
+        if rounding in format.roundings
+        for name, x in samples.items()
+        if format.min < 0 or float(x.min()) >= 0
+    ]

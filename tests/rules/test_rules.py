@@ -1,0 +1,128 @@
+"""Rules of the project that a machine can check."""
+
+import doctest
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire
+from thinwire import formats
+from thinwire.formats import FORMATS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+LONGEST = 400
+#: Files that may be longer, and why.
+LONG = {
+    "src/thinwire/kernels/programs.py": "Triton programs cannot be split without repeating their constants",
+    "src/thinwire/kernels/loops.py": "Numba loops that share their inlined parts",
+}
+
+
+def test_public_names_are_pinned():
+    assert sorted(thinwire.__all__) == [
+        "FormatError", "InputError", "MissingDependencyError", "Rounding", "Stream", "ThinwireError",
+        "UnknownFormatError", "__version__", "formats",
+    ]  # fmt: skip
+    assert sorted(formats.__all__) == [
+        "Dettmers", "E8M0", "FORMATS", "Fixed", "Float", "Format", "Int", "Posit", "Table", "Uniform",
+        "exponential", "get", "normal_quantiles",
+    ]  # fmt: skip
+    for module in (thinwire, formats):
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_imports_point_down():
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_layer_contract_names_every_module():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    modules = {f"thinwire.{each.name}" for each in pkgutil.iter_modules(thinwire.__path__)} - {
+        "thinwire.__main__"
+    }
+    assert modules == set(contract["layers"])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short_and_say_what_they_are(path):
+    text = path.read_text()
+    if text.count("\n") > LONGEST:
+        assert str(path.relative_to(ROOT)) in LONG
+    assert text.startswith('"""')
+
+
+def test_readme_commands_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"\bmake ([a-z]+)", README))
+    assert named
+    assert named <= targets
+    from typer.main import get_command
+
+    from thinwire.cli import app
+
+    command = get_command(app)
+    for line in re.findall(r"^(?:\$ )?thinwire ([a-z]+(?: [a-z]+)?)", README, re.M):
+        words, here = line.split(), command
+        for word in words:
+            if not getattr(here, "commands", None):
+                break
+            if word in here.commands:
+                here = here.commands[word]
+            else:
+                assert here is not command, line
+
+
+def test_tables_in_the_docs_are_those_the_results_give():
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem
+)
+def test_results_say_where_they_come_from(path):
+    record = json.loads(path.read_text())
+    for key in ("date", "commit", "machine", "package", "kernels"):
+        assert record[key]
+    assert "dirty" not in record["commit"]
+    assert {row["format"] for row in record["rows"]} == set(FORMATS)
+
+
+def modules_with_examples():
+    for each in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
+        if each.name.endswith(("__main__", "kernels.programs", "kernels.cuda")):
+            continue
+        yield each.name
+
+
+@pytest.mark.parametrize("name", sorted(modules_with_examples()))
+def test_examples_in_docstrings_run(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch})
+    assert result.failed == 0
+
+
+def test_readme_python_runs():
+    for block in re.findall(r"```python\n(.*?)```", README, re.S):
+        if ">>>" in block:
+            examples = doctest.DocTestParser().get_doctest(block, {"torch": torch}, "README", "README.md", 0)
+            runner = doctest.DocTestRunner()
+            runner.run(examples)
+            assert runner.failures == 0
+        else:
+            exec(compile(block, "README.md", "exec"), {})

@@ -1,0 +1,121 @@
+"""The command line, as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from thinwire import __version__, cli
+from thinwire.formats import FORMATS
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run_json(*arguments):
+    return json.loads(run(*arguments, "--json"))
+
+
+def script(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "thinwire", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_version_and_help_do_not_wait_for_torch():
+    code = "import sys, thinwire.cli; sys.exit(sum(name in sys.modules for name in ('torch', 'numba')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert script("--version").stdout.strip() == f"thinwire {__version__}"
+    assert "formats" in script("--help").stdout
+
+
+def test_formats_lists_the_registry():
+    listed = run_json("formats")
+    assert [each["name"] for each in listed] == list(FORMATS)
+    table = run("formats")
+    assert all(name in table for name in FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_show_works_for_every_format(name):
+    shown = run_json("formats", "show", name)
+    assert shown["name"] == name
+    if FORMATS[name].bits <= 16:
+        assert len(shown["codes"]) == 1 << FORMATS[name].bits
+    assert name in run("formats", "show", name)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_show_draws(tmp_path, suffix):
+    path = tmp_path / f"line.{suffix}"
+    run("formats", "show", "posit8_1", "--plot", str(path))
+    start = path.read_bytes()[:200]
+    assert start.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in start
+
+
+def test_round_shows_code_value_and_error():
+    (row, special) = run_json("formats", "round", "float8_e4m3fn", "0.3", "nan")
+    assert (row["value"], row["hex"], row["binary"]) == (0.3125, "0x2a", "00101010")
+    assert row["error"] == pytest.approx(0.0125)
+    assert special["value"] == "nan"
+    (down,) = run_json("formats", "round", "e4m3", "--rounding", "down", "0.3")
+    assert down["value"] == 0.28125
+
+
+def test_error_table_over_distributions_and_files(tmp_path):
+    rows = run_json("formats", "error", "dynamic_tree", "int8", "--samples", "20000")
+    assert {row["format"] for row in rows} == {"dynamic_tree", "int8"}
+    assert all(0 < row["relative"] < 1 for row in rows)
+    x = torch.randn(1000)
+    np.save(tmp_path / "x.npy", x.numpy())
+    torch.save({"layer": x, "steps": 3}, tmp_path / "x.pt")
+    for name in ("x.npy", "x.pt"):
+        (row,) = run_json("formats", "error", "int8", "--file", str(tmp_path / name))
+        exact = (x * 127 / x.abs().max()).round() * x.abs().max() / 127
+        assert row["absolute"] == pytest.approx((exact - x).abs().mean().item(), rel=1e-3)
+
+
+def test_doctor_says_which_kernels_are_active():
+    found = run_json("doctor")
+    assert found["kernels"]["cpu"] == "active"
+    assert found["package"]["torch"] == torch.__version__
+    assert "cuda" in run("doctor")
+
+
+def test_bench_measures_and_saves(tmp_path):
+    options = ("--numel", "4096", "--format", "int8", "--format", "nf4", "--save", str(tmp_path))
+    run("bench", "formats", *options)
+    saved = json.loads((tmp_path / "formats-cpu.json").read_text())
+    assert {row["format"] for row in saved["rows"]} == {"int8", "nf4"}
+    assert all(row["seconds"] > 0 for row in saved["rows"])
+    assert saved["machine"]["processor"]
+    assert saved["commit"]
+
+
+def test_tour_ends_with_a_picture(tmp_path):
+    output = run("formats", "tour", "--plot", str(tmp_path / "tour.png"))
+    assert "lognormal" in output
+    assert (tmp_path / "tour.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("formats", "show", "posit8"), "near names: posit8_"),
+        (("formats", "round", "e4m3", "three"), "'three' is not a number"),
+        (("formats", "error", "int8", "--file", "nowhere.npy"), "does not exist"),
+        (("formats", "show", "int8", "--plot", "x.pdf"), ".png or .svg"),
+    ],
+)
+def test_errors_are_one_line_in_the_users_words(arguments, message):
+    result = script(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

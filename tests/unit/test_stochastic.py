@@ -1,0 +1,45 @@
+"""Stochastic rounding is right on average."""
+
+import pytest
+import torch
+
+from thinwire import Stream
+from thinwire.formats import FORMATS, get
+
+SAMPLES = 1 << 18
+NAMES = [name for name, f in FORMATS.items() if len(f.roundings) > 1 and f.min < 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mean_of_roundings_is_the_number(name):
+    """2^18 draws of one number between two neighbours: the mean is within five standard errors, plus the
+    resolution of the random word (2^-22 of a step). With about 300 such checks, false alarms are 1 in 5000."""
+    format = get(name)
+    values = (
+        format.values().double() if format.bits <= 16 else torch.tensor([-1.0, 1.0, 1.0009765625]).double()
+    )
+    for share, position in ((0.55, 0.37), (0.9, 0.02), (0.62, 0.993)):
+        place = min(int(share * (len(values) - 1)), len(values) - 2)
+        low, high = values[place], values[place + 1]
+        x = (low + position * (high - low)).float()
+        stream = Stream(seed=11, tensor=name, step=place)
+        mean = format.round(x.expand(SAMPLES), "stochastic", stream).double().mean()
+        exact = (x.double() - low) / (high - low)
+        found = (mean - low) / (high - low)
+        error = (exact * (1 - exact) / SAMPLES).sqrt()
+        assert abs(found - exact) <= 5 * error + 2.0**-22, (float(low), float(high))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_the_format_are_kept(name):
+    format = get(name)
+    values = format.values() if format.bits <= 16 else torch.tensor([0.0, 1.0, -2.5])
+    assert torch.equal(format.round(values, "stochastic", Stream(3)), values)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float16", "int8", "bnb_dynamic"])
+def test_numbers_far_below_the_smallest_have_their_chance(name):
+    format = get(name)
+    x = torch.full((1 << 20,), format.min_subnormal / 1024)
+    share = (format.round(x, "stochastic", Stream(4)) > 0).double().mean()
+    assert share == pytest.approx(1 / 1024, rel=0.2)
