@@ -171,7 +171,7 @@ def formats_tour(plot: Plot = Path("formats.png")) -> None:
 
     chosen = [get(name) for name in TOUR]
     typer.secho(f"thinwire {__version__}: {len(FORMATS)} number formats, one interface\n", bold=True)
-    typer.echo("One number, 0.3, in a few of them:")
+    typer.echo("One number, 0.3, as it is, in a few of them:")
     rows = [(f.name, f.bits, *_rounded(describe.round_report(f, [0.3])[0])) for f in chosen]
     _print_table("", ("format", "bits", "becomes", "code", "error"), rows, right=(1, 2, 4))
     typer.echo("\nWhere their positive values lie, from the smallest to the largest:")

@@ -112,6 +112,7 @@ def test_tour_ends_with_a_picture(tmp_path):
         (("formats", "round", "e4m3", "three"), "'three' is not a number"),
         (("formats", "error", "int8", "--file", "nowhere.npy"), "does not exist"),
         (("formats", "show", "int8", "--plot", "x.pdf"), ".png or .svg"),
+        (("bench", "formats", "--device", "cuda"), "CUDA device"),
     ],
 )
 def test_errors_are_one_line_in_the_users_words(arguments, message):

@@ -7,7 +7,7 @@ import torch
 from thinwire.formats import Dettmers
 from thinwire.formats.accuracy import errors, sample
 
-#: Mean relative error in per cent on U(0,1), N(0,1), N(0,10^2), N(0,0.2^2): the original search, then exact nearest.
+#: Mean relative error in per cent on DISTRIBUTIONS: with the original search, and with exact nearest.
 TABLE_2 = {
     "dynamic": ((1.40, 2.41, 2.52, 2.43), (0.935, 1.70, 1.68, 1.68)),
     "linear": ((1.98, 6.20, 6.94, 6.36), (1.50, 5.46, 5.31, 5.28)),

@@ -13,7 +13,7 @@ NAMES = [name for name, f in FORMATS.items() if len(f.roundings) > 1 and f.min <
 @pytest.mark.parametrize("name", NAMES)
 def test_mean_of_roundings_is_the_number(name):
     """2^18 draws of one number between two neighbours: the mean is within five standard errors, plus the
-    resolution of the random word (2^-22 of a step). With about 300 such checks, false alarms are 1 in 5000."""
+    resolution of the random word (2^-22 of a step). With 150 such checks, one alarm in 10 000 is false."""
     format = get(name)
     values = (
         format.values().double() if format.bits <= 16 else torch.tensor([-1.0, 1.0, 1.0009765625]).double()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.bench import machine, peers
+from thinwire.errors import InputError
 from thinwire.formats import FORMATS, Format, get
 from thinwire.kernels import code_dtype
 from thinwire.rounding import Stream
@@ -34,6 +35,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure; a record for `machine.save` and `tables`."""
     on_gpu = device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device here; use --device cpu")
     numel = numel or (256 << 20 if on_gpu else 16 << 20)
     chosen = [get(name) for name in names] if names else list(FORMATS.values())
     threads = torch.get_num_threads()

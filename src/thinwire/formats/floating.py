@@ -14,7 +14,7 @@ no NaN: NaN becomes Inf there, so that what is not finite stays not finite. Wher
 (`none`), NaN becomes the zero of the opposite sign, as in ml_dtypes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thinwire.errors import FormatError
 from thinwire.formats.base import Format
@@ -40,7 +40,7 @@ class Float(Format):
     saturate: bool = False
     bias: int | None = None  #: None: 2**(exp-1) - 1, or one more for `fnuz`
     subnormals: bool = True  #: False: between 0 and `min_normal` there is nothing
-    label: str | None = None  #: a name other than the constructor call
+    label: str | None = field(default=None, compare=False)  #: a name other than the constructor call
 
     def __post_init__(self) -> None:
         if not (1 <= self.exp <= 8 and 0 <= self.man <= 23):

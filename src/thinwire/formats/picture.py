@@ -53,8 +53,12 @@ def plot(chosen: Sequence[Format], path: Path) -> None:
     for row, format in enumerate(chosen):
         color = f"C{row % 10}"
         error = relative_error(format, points)
-        envelope = torch.nn.functional.max_pool1d(error[None, None], 41, stride=1, padding=20)[0, 0]
-        above.plot(points, envelope.clamp(1e-7, 1.5), color=color, linewidth=1.4, label=format.name)
+        error[(points < format.min_subnormal / 2) | (points > format.max)] = torch.nan
+        envelope = torch.nn.functional.max_pool1d(error.nan_to_num(-1)[None, None], 41, stride=1, padding=20)[
+            0, 0
+        ]
+        envelope[error.isnan()] = torch.nan
+        above.plot(points, envelope, color=color, linewidth=1.4, label=format.name)
         values = format.values()
         below.plot(
             values[values > 0], torch.full((int((values > 0).sum()),), -row), "|", color=color, markersize=9

@@ -1,7 +1,7 @@
 """Formats that are nothing but a list of numbers, and the lists that the literature uses."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
@@ -32,8 +32,8 @@ class Table(Format):
     tensor([1, 2, 3], dtype=torch.uint8)
     """
 
-    numbers: tuple[float, ...]
-    label: str = "Table"
+    numbers: tuple[float, ...] = field(repr=False)
+    label: str = field(default="Table", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numbers", tuple(float(number) for number in self.numbers))
