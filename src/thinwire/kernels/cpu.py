@@ -88,17 +88,17 @@ Loop: TypeAlias = Callable[[slice, int], Any]
 def _float_loop(
     params: FloatParams, bits: Array, target: Array, mode: int, random: Random, *, codes: bool
 ) -> Loop:
-    p, plain = params.scalars, params.specials in (1, 2)
+    p, specials = params.scalars, params.specials
     out = target if codes else target.view(np.int32)
     quick = params.is_quick(mode)
     if mode == STOCHASTIC:
         stochastic = loops.float_codes_stochastic if codes else loops.float_round_stochastic
-        return lambda s, start: stochastic(bits[s], *_part(random, s, start), out[s], p, plain, quick)
+        return lambda s, start: stochastic(bits[s], *_part(random, s, start), out[s], p, specials, quick)
     if quick:
         nearest = loops.float_codes_nearest if codes else loops.float_round_nearest
-        return lambda s, _: nearest(bits[s], out[s], p, plain)
+        return lambda s, _: nearest(bits[s], out[s], p, specials)
     directed = loops.float_codes_directed if codes else loops.float_round_directed
-    return lambda s, _: directed(bits[s], out[s], p, plain, np.int32(mode))
+    return lambda s, _: directed(bits[s], out[s], p, np.int32(mode))
 
 
 def _grid_loop(params: GridParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool) -> Loop:

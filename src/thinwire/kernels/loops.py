@@ -98,33 +98,56 @@ def _chance(word: Any) -> Any:
 # Floats
 
 
+# Sign, overflow, infinity and NaN on top of a rounded magnitude: one function for each FloatParams.specials,
+# and a loop for each where speed counts, because a choice inside a loop keeps it from being vectorised.
+
+
 @inline
-def _float_wrap(code: Any, b: Any, p: Any, plain: Any) -> Any:
-    """Sign, overflow, infinity and NaN on top of a rounded magnitude; plain: FloatParams.specials 1 or 2."""
+def _wrap_any(code: Any, b: Any, p: Any) -> Any:
     _, _, max_code, sign, _, negative_zero, over_pos, over_neg, inf_pos, inf_neg, nan_pos, nan_neg, _ = p
     u = I(b & MAGNITUDE)
-    if plain:
-        c = over_pos if code > max_code else I(code)
-        c = nan_pos if u > INFINITY else c
-        return I(c ^ I(I(b >> I31) & sign))
     neg = b < I0
     c = I(code | sign) if (neg and (code > I0 or negative_zero != I0)) else I(code)
-    c = (over_neg if neg else over_pos) if code > max_code else c
+    c = (over_neg if neg else over_pos) if U(code) > U(max_code) else c
     c = (inf_neg if neg else inf_pos) if u == INFINITY else c
     return I((nan_neg if neg else nan_pos) if u > INFINITY else c)
 
 
 @inline
+def _wrap_signed(code: Any, b: Any, p: Any) -> Any:
+    """specials = 1, and 2 for good measure; what is beyond the range becomes max_code or the next."""
+    c = I(min(U(code), U(p[6])))
+    c = p[10] if I(b & MAGNITUDE) > INFINITY else c
+    return I(c ^ I(I(b >> I31) & p[3]))
+
+
+@inline
+def _wrap_merged(code: Any, b: Any, p: Any) -> Any:
+    """specials = 2."""
+    return I(I(min(U(code), U(p[6]))) | I(I(b >> I31) & p[3]))
+
+
+@inline
+def _wrap_single(code: Any, b: Any, p: Any) -> Any:
+    """specials = 3."""
+    c = I(code | I(I(b >> I31) & p[3])) if code != I0 else I0
+    return p[6] if U(code) > U(p[2]) else c
+
+
+@inline
 def _float_nearest(b: Any, p: Any) -> Any:
-    """Normals: add half a step less one plus the last kept bit. Subnormals: let an addition round."""
+    """Normals: add half a step less one plus the last kept bit. Subnormals: let an addition round.
+
+    Unsigned, because NaN patterns plus half a step do not fit into int32.
+    """
     man, low = p[0], p[1]
     u = I(b & MAGNITUDE)
-    drop = I(I23 - man)
-    magic = I(I(low + drop) << I23)
-    half = I(I(I(I1 << drop) >> I1) - I(drop > I0))
-    first = I(I(low - I1) << man)
-    odd = I(I(I(u >> drop) - first) & I(drop > I0))
-    normal = I(I(I(I(u + half) + odd) >> drop) - first)
+    drop = U(I23 - man)
+    magic = I(I(low + I(drop)) << I23)
+    first = U(U(low - I1) << U(man))
+    add = U(U(U(U(1) << drop) >> U(1)) - U(drop > U(0)))
+    odd = U(U(U(u) >> drop) - first) & U(drop > U(0))
+    normal = I(U(U(U(U(u) + U(add - U(first << drop))) + odd) >> drop))
     small = I(_as_int(F(_as_float(u) + _as_float(magic))) - magic)
     return I(small if u < I(low << I23) else normal)
 
@@ -206,61 +229,91 @@ def _float_value(code: Any, p: Any) -> Any:
 
 
 @jit
-def float_codes_nearest(bits: Any, out: Any, p: Any, plain: Any) -> None:
-    for i in range(bits.size):
-        out[i] = _float_wrap(_float_nearest(bits[i], p), bits[i], p, plain)
+def float_codes_nearest(bits: Any, out: Any, p: Any, specials: Any) -> None:
+    if specials == 1:
+        for i in range(bits.size):
+            out[i] = _wrap_signed(_float_nearest(bits[i], p), bits[i], p)
+    elif specials == 2:
+        for i in range(bits.size):
+            out[i] = _wrap_merged(_float_nearest(bits[i], p), bits[i], p)
+    elif specials == 3:
+        for i in range(bits.size):
+            out[i] = _wrap_single(_float_nearest(bits[i], p), bits[i], p)
+    else:
+        for i in range(bits.size):
+            out[i] = _wrap_any(_float_nearest(bits[i], p), bits[i], p)
 
 
 @jit
-def float_codes_directed(bits: Any, out: Any, p: Any, plain: Any, mode: Any) -> None:
+def float_codes_directed(bits: Any, out: Any, p: Any, mode: Any) -> None:
     for i in range(bits.size):
-        out[i] = _float_wrap(_float_directed(bits[i], p, mode), bits[i], p, plain)
+        out[i] = _wrap_any(_float_directed(bits[i], p, mode), bits[i], p)
 
 
 @jit
-def float_codes_stochastic(bits: Any, given: Any, key: Any, out: Any, p: Any, plain: Any, quick: Any) -> None:
+def float_codes_stochastic(
+    bits: Any, given: Any, key: Any, out: Any, p: Any, specials: Any, quick: Any
+) -> None:
     buffer = np.empty(STREAM_BLOCK, np.uint32)
     for start in range(0, out.size, STREAM_BLOCK):
         stop = min(start + STREAM_BLOCK, out.size)
         words = _block_words(key, given, start, stop, buffer)
         block, result = bits[start:stop], out[start:stop]
-        if quick:
+        if not quick:
             for i in range(result.size):
-                result[i] = _float_wrap(_float_stochastic_quick(block[i], p, words[i]), block[i], p, plain)
+                result[i] = _wrap_any(_float_stochastic(block[i], p, words[i]), block[i], p)
+        elif specials == 1:
+            for i in range(result.size):
+                result[i] = _wrap_signed(_float_stochastic_quick(block[i], p, words[i]), block[i], p)
+        elif specials == 2:
+            for i in range(result.size):
+                result[i] = _wrap_merged(_float_stochastic_quick(block[i], p, words[i]), block[i], p)
+        elif specials == 3:
+            for i in range(result.size):
+                result[i] = _wrap_single(_float_stochastic_quick(block[i], p, words[i]), block[i], p)
         else:
             for i in range(result.size):
-                result[i] = _float_wrap(_float_stochastic(block[i], p, words[i]), block[i], p, plain)
+                result[i] = _wrap_any(_float_stochastic_quick(block[i], p, words[i]), block[i], p)
 
 
 @jit
-def float_round_nearest(bits: Any, out: Any, p: Any, plain: Any) -> None:
+def float_round_nearest(bits: Any, out: Any, p: Any, specials: Any) -> None:
+    if specials in (1, 2):
+        for i in range(bits.size):
+            out[i] = _float_value(_wrap_signed(_float_nearest(bits[i], p), bits[i], p), p)
+    else:
+        for i in range(bits.size):
+            out[i] = _float_value(_wrap_any(_float_nearest(bits[i], p), bits[i], p), p)
+
+
+@jit
+def float_round_directed(bits: Any, out: Any, p: Any, mode: Any) -> None:
     for i in range(bits.size):
-        out[i] = _float_value(_float_wrap(_float_nearest(bits[i], p), bits[i], p, plain), p)
+        out[i] = _float_value(_wrap_any(_float_directed(bits[i], p, mode), bits[i], p), p)
 
 
 @jit
-def float_round_directed(bits: Any, out: Any, p: Any, plain: Any, mode: Any) -> None:
-    for i in range(bits.size):
-        out[i] = _float_value(_float_wrap(_float_directed(bits[i], p, mode), bits[i], p, plain), p)
-
-
-@jit
-def float_round_stochastic(bits: Any, given: Any, key: Any, out: Any, p: Any, plain: Any, quick: Any) -> None:
+def float_round_stochastic(
+    bits: Any, given: Any, key: Any, out: Any, p: Any, specials: Any, quick: Any
+) -> None:
     buffer = np.empty(STREAM_BLOCK, np.uint32)
     for start in range(0, out.size, STREAM_BLOCK):
         stop = min(start + STREAM_BLOCK, out.size)
         words = _block_words(key, given, start, stop, buffer)
         block, result = bits[start:stop], out[start:stop]
-        if quick:
+        if quick and specials in (1, 2):
             for i in range(result.size):
                 result[i] = _float_value(
-                    _float_wrap(_float_stochastic_quick(block[i], p, words[i]), block[i], p, plain), p
+                    _wrap_signed(_float_stochastic_quick(block[i], p, words[i]), block[i], p), p
+                )
+        elif quick:
+            for i in range(result.size):
+                result[i] = _float_value(
+                    _wrap_any(_float_stochastic_quick(block[i], p, words[i]), block[i], p), p
                 )
         else:
             for i in range(result.size):
-                result[i] = _float_value(
-                    _float_wrap(_float_stochastic(block[i], p, words[i]), block[i], p, plain), p
-                )
+                result[i] = _float_value(_wrap_any(_float_stochastic(block[i], p, words[i]), block[i], p), p)
 
 
 @jit
