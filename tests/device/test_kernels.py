@@ -4,7 +4,6 @@ On a machine with a GPU they run there. Without one, Triton's interpreter runs t
 CPU: that checks their arithmetic, not the compiler's; the parts that need the real thing are skipped.
 """
 
-import contextlib
 import os
 
 import pytest
@@ -43,7 +42,7 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.fixture(autouse=True)
 def _no_device_switch(monkeypatch):
     if not HAS_GPU:
-        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
 
 def inputs(format, probes):

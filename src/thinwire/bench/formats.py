@@ -2,7 +2,7 @@
 
 CPU: one thread; the measure is elements a second against a float32 copy of the same input. GPU: bytes read
 plus bytes written a second against the bandwidth of that copy. Every time is the median of several runs,
-into memory that is already there.
+into memory that is already there; the copy is timed anew for each format, because machines drift.
 """
 
 import statistics
@@ -47,7 +47,7 @@ def run(
         rows: list[dict[str, Any]] = []
         for format in chosen:
             progress(f"{format.name} ({len(rows) // len(OPERATIONS) + 1} of {len(chosen)})")
-            rows += measure(format, x, copy_s)
+            rows += measure(format, x)
         progress("other libraries")
         rivals, absent = peers.measure(x, copy_s, seconds)
         progress("sizes")
@@ -68,8 +68,9 @@ def run(
     )
 
 
-def measure(format: Format, x: Tensor, copy_s: float) -> list[dict[str, Any]]:
-    """Each operation of one format on one input."""
+def measure(format: Format, x: Tensor) -> list[dict[str, Any]]:
+    """Each operation of one format on one input, against a copy timed just before."""
+    copy_s = _copy_s(x)
     x = x / x.abs().max() * format.max if format.takes_scale and format.max < 1e6 else x
     codes = torch.empty(x.shape, dtype=code_dtype(format.bits), device=x.device)
     values = torch.empty_like(x)
@@ -82,7 +83,6 @@ def measure(format: Format, x: Tensor, copy_s: float) -> list[dict[str, Any]]:
     if stochastic:
         calls["to_codes stochastic"] = lambda: format.to_codes(x, "stochastic", STREAM, out=codes)
         calls["round stochastic"] = lambda: format.round(x, "stochastic", STREAM, out=values)
-    copy = x.numel() / copy_s
     rows = []
     for name, call in calls.items():
         taken = seconds(call, x.device)
@@ -94,7 +94,8 @@ def measure(format: Format, x: Tensor, copy_s: float) -> list[dict[str, Any]]:
                 "operation": name,
                 "seconds": taken,
                 "elements_per_s": x.numel() / taken,
-                "speed_ratio": x.numel() / taken / copy,
+                "copy_s": copy_s,
+                "speed_ratio": copy_s / taken,
                 "bandwidth_ratio": nbytes / taken / (8 / copy_s),
             }
         )
@@ -117,11 +118,15 @@ def measure_sizes(device: str, largest: int) -> list[dict[str, Any]]:
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = 0.4) -> float:
-    """The median time of one call, after a warm-up; on a GPU by its own clock, launches included."""
+    """The median time of one call, after a warm-up. Short calls are timed many at a time.
+
+    On a GPU at least ten follow one another, so that its clock measures its work; calls shorter than a
+    launch still take the time of a launch.
+    """
     call()
     call()
     once = _timed(call, device, 1)
-    repeats = max(1, int(2e-4 / max(once, 1e-7)))  # calls too short to time alone are timed together
+    repeats = max(10 if device.type == "cuda" else 1, int(2e-4 / max(once, 1e-7)))
     rounds = min(25, max(5, int(budget_s / max(once * repeats, 1e-6))))
     return statistics.median(_timed(call, device, repeats) for _ in range(rounds))
 
@@ -143,7 +148,7 @@ def _timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float
 
 def _copy_s(x: Tensor) -> float:
     target = torch.empty_like(x)
-    return seconds(lambda: target.copy_(x), x.device, budget_s=2.0)
+    return seconds(lambda: target.copy_(x), x.device)
 
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]

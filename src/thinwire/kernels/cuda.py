@@ -60,18 +60,9 @@ def _run(
     start = (x, out, given, out.numel())
     streamed = {"STREAM": key is not None, "BLOCK": STREAM_PROGRAM if key else BLOCK}
     if isinstance(params, FloatParams):
-        man, low, max_code, sign, subnormals, *rest = (int(n) for n in params.scalars)
-        shape = {
-            "MODE": mode,
-            "FLUSH": not subnormals,
-            "QUICK": params.is_quick(mode),
-            "SPECIALS": params.specials,
-            "CODES": codes,
-            "SMALL": params.bits <= 8,
-        }
-        values = _float_table(params, out.device) if params.bits <= 8 and not codes else out
-        scalars = (man, low, max_code, sign, *rest, *signed_key)
-        _launch(programs.float_kernel, out, *start, values, *scalars, **shape, **streamed)
+        scalars, shape = _float_launch(params, mode, codes)
+        values = _float_table(params, out.device) if shape["SMALL"] and not codes else out
+        _launch(programs.float_kernel, out, *start, values, *scalars, *signed_key, **shape, **streamed)
     elif isinstance(params, GridParams):
         grid = (2.0**params.frac_bits, float(params.low), float(params.high), 2.0**-params.frac_bits)
         shape = {"MODE": mode, "CODES": codes}
@@ -86,8 +77,27 @@ def _run(
 
 
 def _launch(kernel: Any, out: Tensor, *args: Any, BLOCK: int = BLOCK, **shape: Any) -> None:  # noqa: N803
-    with torch.cuda.device(out.device):
-        kernel[(-(-out.numel() // BLOCK),)](*args, **shape, BLOCK=BLOCK, num_warps=4)
+    grid = (-(-out.numel() // BLOCK),)
+    if out.device.index == torch.cuda.current_device():
+        kernel[grid](*args, **shape, BLOCK=BLOCK, num_warps=4)
+    else:
+        with torch.cuda.device(out.device):
+            kernel[grid](*args, **shape, BLOCK=BLOCK, num_warps=4)
+
+
+@cache
+def _float_launch(params: FloatParams, mode: int, codes: bool) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The run-time and compile-time arguments of a float kernel."""
+    man, low, max_code, sign, subnormals, *rest = (int(n) for n in params.scalars)
+    shape = {
+        "MODE": mode,
+        "FLUSH": not subnormals,
+        "QUICK": params.is_quick(mode),
+        "SPECIALS": params.specials,
+        "CODES": codes,
+        "SMALL": params.bits <= 8,
+    }
+    return (man, low, max_code, sign, *rest), shape
 
 
 class _Tables:
