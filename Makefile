@@ -1,16 +1,16 @@
-# Every target sets itself up: make demo | test | check | bench | device-test | clean
+# Every target sets itself up: make demo | test | check | bench | docs | clean
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 
 .PHONY: demo test check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   a tour of the number formats: a table and a picture (about two minutes the first time)"
-	@echo "make test   every test"
+	@echo "make demo   a tour of the number formats: a table and a picture (a minute the first time)"
+	@echo "make test   every test (three minutes on two cores)"
 	@echo "make check  lint, format, types, layers"
-	@echo "make bench  speed of the formats against a copy and against other libraries"
+	@echo "make bench  speed of the formats against a copy and against other libraries (three minutes)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"
 
 .venv/.made:

@@ -51,12 +51,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "formats":
-        return importlib.import_module("thinwire.formats")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'thinwire' has no attribute '{name}'")
+if not TYPE_CHECKING:  # a checker sees the imports above and can tell a typo
+
+    def __getattr__(name: str) -> Any:
+        if name == "formats":
+            return importlib.import_module("thinwire.formats")
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'thinwire' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thinwire import __version__
-from thinwire.errors import ThinwireError
+from thinwire.errors import MissingDependencyError, ThinwireError
 
 if TYPE_CHECKING:
     pass
@@ -108,14 +108,12 @@ def formats_show(name: str, as_json: Json = False, plot: Plot = None) -> None:
         typer.echo(f"plot: {plot}")
 
 
-@formats_app.command("round")
+@formats_app.command("round", context_settings={"ignore_unknown_options": True})
 def formats_round(
     name: str,
-    values: Annotated[
-        list[str], typer.Argument(help="Numbers; inf and nan work. Put -- before negative ones.")
-    ],
+    values: Annotated[list[str], typer.Argument(help="Numbers; negative ones, inf and nan work.")],
     rounding: RoundingName = "nearest",
-    seed: Annotated[int, typer.Option(help="For stochastic rounding.")] = 0,
+    seed: Annotated[int, typer.Option(help="For stochastic rounding.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """Round numbers: the value, the code in hex and binary, the error."""
@@ -143,18 +141,28 @@ def formats_round(
 def formats_error(
     names: Annotated[list[str] | None, typer.Argument(help="Formats; without any, all of 8 bits.")] = None,
     file: Annotated[Path | None, typer.Option(help="Your own numbers: a .npy or .pt file.")] = None,
-    samples: Annotated[int, typer.Option(help="Numbers drawn from each distribution.")] = 1_000_000,
+    samples: Annotated[int, typer.Option(help="Numbers drawn from each distribution.", min=1)] = 1_000_000,
     metric: Annotated[str, typer.Option(help="relative, absolute, squared, snr_db or zeroed.")] = "relative",
     rounding: RoundingName = "nearest",
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="For the samples and for stochastic rounding.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """Error of formats on five distributions, or on the numbers in a file."""
     from thinwire.formats import FORMATS, accuracy, get
 
     chosen = [get(name) for name in names] if names else [f for f in FORMATS.values() if f.bits == 8]
+    for format in chosen if names else []:
+        if rounding not in format.roundings:
+            raise typer.BadParameter(
+                f"{format.name} has no '{rounding}'; it has: {', '.join(format.roundings)}"
+            )
     if file:
-        data = {file.name: accuracy.load(file)}
+        found = accuracy.load(file)
+        data = {file.name: found[found.isfinite()]}
+        if data[file.name].numel() < found.numel() and not as_json:
+            typer.echo(
+                f"left out {found.numel() - data[file.name].numel()} of {found.numel()} that are not finite"
+            )
     else:
         data = {name: accuracy.sample(name, samples, seed) for name in accuracy.DISTRIBUTIONS}
     table = accuracy.error_table(chosen, data, rounding, seed)
@@ -179,14 +187,16 @@ def formats_tour(plot: Plot = Path("formats.png")) -> None:
         line, ends = picture.number_line(format)
         typer.echo(f"  {format.name:>14} |{line}|")
         typer.echo(f"  {'':>14}  {ends}")
-    typer.echo(
-        "\nWhat each loses on a million numbers (mean relative error; scaled by the largest magnitude):"
-    )
+    typer.echo("\nWhat each loses on a million numbers, scaled so that the largest becomes the format's own")
+    typer.echo("(posits are used as they are, so only theirs depends on the width of a distribution):")
     data = {name: accuracy.sample(name, 1_000_000) for name in accuracy.DISTRIBUTIONS}
     _print_error_table(accuracy.error_table(chosen, data), list(data), "relative")
     if plot:
-        picture.plot(chosen, plot)
-        typer.echo(f"\nThe picture is in {plot.resolve()}")
+        try:
+            picture.plot(chosen, plot)
+            typer.echo(f"\nThe picture is in {plot.resolve()}")
+        except MissingDependencyError as error:
+            typer.echo(f"\nNo picture: {error}")
     typer.echo("Next: thinwire formats | thinwire formats show posit8_1 | thinwire formats round e4m3 0.3")
 
 
@@ -194,14 +204,14 @@ def formats_tour(plot: Plot = Path("formats.png")) -> None:
 def bench_formats(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     numel: Annotated[
-        int | None, typer.Option(help="Values; 16M on a CPU and 256M on a GPU if not given.")
+        int | None, typer.Option(help="Values; 16M on a CPU and 256M on a GPU if not given.", min=1024)
     ] = None,
     names: Annotated[list[str] | None, typer.Option("--format", help="Only these formats.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the results as JSON into this folder.")] = None,
     commit: Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Speed of every format beside a plain copy and beside other libraries."""
+    """Speed of every format beside a plain copy and beside other libraries; about three minutes on a CPU."""
     from rich.console import Console
 
     from thinwire.bench import formats as bench
@@ -209,7 +219,8 @@ def bench_formats(
 
     console = Console(stderr=True)
     with console.status("warming up") as status:
-        result = bench.run(device, numel, names, progress=status.update)
+        progress = status.update if console.is_terminal else console.print
+        result = bench.run(device, numel, names, progress)
     result["commit"] = commit or result["commit"]
     if save:
         path = machine.save(result, save, f"formats-{device}")
@@ -250,7 +261,9 @@ def _print_error_table(table: list[dict[str, Any]], data: list[str], metric: str
         for name in dict.fromkeys(row["format"] for row in table)
     ]
     unit = " (%)" if percent else ""
-    _print_table(f"{metric} error{unit}", ("format", *data), rows, right=tuple(range(1, len(data) + 1)))
+    _print_table(
+        f"{metric.replace('_', ' ')}{unit}", ("format", *data), rows, right=tuple(range(1, len(data) + 1))
+    )
 
 
 def _cell(value: float | None, percent: bool) -> str:
@@ -283,9 +296,8 @@ def _print_table(title: str, header: tuple[str, ...], rows: list[Any], right: tu
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(table)
+    width = console.width if console.is_terminal else 160
+    Console(width=max(width, 110)).print(table)  # a narrower terminal wraps; numbers are never cut
 
 
 def _print_json(data: Any) -> None:

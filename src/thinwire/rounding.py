@@ -7,17 +7,19 @@ bit, results do not depend on threads or on the order of calls, and a run can be
     >>> from thinwire import Rounding, Stream, formats
     >>> import torch
     >>> stream = Stream(seed=1, step=10, tensor="layer.weight")
-    >>> formats.get("bfloat16").round(torch.full((4,), 1.001), rounding="stochastic", rng=stream)
-    tensor([1.0000, 1.0000, 1.0000, 1.0000])
+    >>> formats.get("float8_e5m2").round(torch.full((5,), 1.1), Rounding.STOCHASTIC, stream)
+    tensor([1.0000, 1.2500, 1.0000, 1.0000, 1.2500])
 """
 
 import enum
 import functools
+import operator
 import zlib
 from dataclasses import dataclass
 
 import torch
 
+from thinwire.errors import FormatError
 from thinwire.kernels import reference
 
 
@@ -48,8 +50,15 @@ class Stream:
     def __post_init__(self) -> None:
         for name, limit in (("seed", 64), ("step", 64), ("tensor", 32), ("rank", 32)):
             value = getattr(self, name)
-            if not isinstance(value, str) and not 0 <= value < 1 << limit:
-                raise ValueError(f"Stream {name} must be in 0..2**{limit}-1, not {value}")
+            if name == "tensor" and isinstance(value, str):
+                continue
+            try:
+                number = operator.index(value)
+            except TypeError:
+                raise FormatError(f"Stream {name} must be an integer, not {value!r}") from None
+            if not 0 <= number < 1 << limit:
+                raise FormatError(f"Stream {name} must be in 0..2**{limit}-1, not {number}")
+            object.__setattr__(self, name, number)
 
     @functools.cached_property
     def key(self) -> reference.Key:

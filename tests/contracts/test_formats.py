@@ -1,12 +1,14 @@
 """What holds for every format in the registry; a new entry is covered on arrival."""
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from thinwire import Rounding, Stream
+from thinwire import InputError, Rounding, Stream
 from thinwire.formats import FORMATS, Float, Posit, Table, get
 from thinwire.formats.base import MODES
 from thinwire.kernels import reference
@@ -21,12 +23,17 @@ MORE = [
     Float(8, 7, subnormals=False, saturate=True),
     Float(1, 3, specials="none", bias=-120),
     Float(6, 1, specials="fnuz"),
+    Float(1, 3),
     Posit(5, 1, underflow=True),
     Posit(2, 0),
     Posit(16, 3),
     Table(tuple(np.geomspace(1e-30, 1e30, 700)), label="700 values"),
     Table((1.0, 1.0000001, 1.0000002, 5.0), label="neighbouring floats"),
     Table((-3e38, -1e-45, 1e-45, 3e38), label="the ends of float32"),
+    Table((-3.0, -2.0, -0.5), label="negative numbers only"),
+    Table(
+        [-(m * 2.0**e) for e in range(127, -127, -1) for m in (1.5, 1)] + [0.0, 1.0], label="crowded cells"
+    ),
 ]
 ALL = {**FORMATS, **{each.name: each for each in MORE}}
 
@@ -68,6 +75,15 @@ def test_cpu_kernels_equal_the_reference_bit_for_bit(format, mode, probes):
     assert torch.equal(bits(format.round(x, mode, rng(mode))), bits(values))
 
 
+def test_pickles_and_copies_are_equal_and_light(format):
+    format.round(torch.ones(1))
+    again = pickle.loads(pickle.dumps(format))
+    assert again == format == copy.deepcopy(format)
+    assert hash(again) == hash(format)
+    assert again.name == format.name
+    assert torch.equal(again.to_codes(torch.ones(3)), format.to_codes(torch.ones(3)))
+
+
 def test_codes_fit_and_every_code_decodes(format):
     if format.bits > 16:
         codes = torch.randint(0, 1 << format.bits, (70_000,)).to(torch.uint32)
@@ -80,6 +96,13 @@ def test_codes_fit_and_every_code_decodes(format):
     listed = values.isfinite() & (values >= format.min)
     if Rounding.UP in format.roundings:  # a legacy search does not even keep its own values
         assert torch.equal(format.from_codes(again)[listed], values[listed])
+
+
+def test_bits_above_the_format_are_ignored(format):
+    dtype = reference.code_dtype(format.bits)
+    every = torch.randint(0, 1 << 31, (4000,)).to(dtype)
+    kept = (every.long() & ((1 << format.bits) - 1)).to(dtype)
+    assert torch.equal(bits(format.from_codes(every)), bits(format.from_codes(kept)))
 
 
 @pytest.mark.parametrize("format", LISTED, ids=lambda format: format.name)
@@ -158,6 +181,15 @@ def test_input_is_left_alone_and_out_is_filled(format):
     assert torch.equal(bits(strided), bits(format.round(x)))
     expected = format.round(x)
     assert torch.equal(bits(format.round(x, out=x)), bits(expected))
+    with pytest.raises(InputError, match="no_grad"):
+        format.round(x, out=torch.zeros(100, requires_grad=True))
+    version = out._version
+    format.to_codes(x, out=out)
+    assert out._version > version
+    array = np.arange(101, dtype=np.float32)
+    expected = format.round(torch.from_numpy(array[:-1].copy()))
+    shifted = format.round(torch.from_numpy(array[:-1]), out=torch.from_numpy(array[1:]))
+    assert torch.equal(bits(shifted), bits(expected))
     overlapping = torch.arange(101.0)
     expected = format.round(overlapping[:-1])
     assert torch.equal(bits(format.round(overlapping[:-1], out=overlapping[1:])), bits(expected))
@@ -211,3 +243,20 @@ def test_different_streams_round_differently():
     codes = [format.to_codes(x, "stochastic", stream) for stream in streams]
     for one, other in itertools.combinations(codes, 2):
         assert 0.2 < (one != other).float().mean() < 0.8
+
+
+@every_mode
+def test_step_tables_find_every_segment(format, mode):
+    """The one-addition look-up against a search, at every start and its neighbours."""
+    params = format._prepared(MODES[Rounding(mode)])
+    if not hasattr(params, "starts"):
+        return
+    starts = params.starts.astype(np.int64)
+    patterns = (
+        np.concatenate([starts, starts + 1, starts - 1, [2**32 - 1]]).clip(0, 2**32 - 1).astype(np.uint32)
+    )
+    expected = np.searchsorted(params.starts, patterns, side="right") - 1
+    for shift in {params.cell_shift, min(params.cell_shift, 16)} - {0}:
+        cells = params.cells(shift)
+        found = (cells[patterns >> np.uint32(shift)] + patterns) >> np.uint32(shift)
+        assert np.array_equal(found, expected)

@@ -81,10 +81,12 @@ def test_gpu_kernels_equal_the_reference_bit_for_bit(format, mode, probes):
     assert torch.equal(bits(decoded), bits(values))
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "int8", "dynamic_tree", "tf32", "posit16_1"])
+@pytest.mark.parametrize(
+    "name", ["float8_e4m3fn", "int8", "dynamic_tree", "tf32", "posit16_1", "nf4", "int4"]
+)
 def test_every_code_decodes_alike(name):
     format = FORMATS[name]
-    codes = torch.arange(min(1 << format.bits, 1 << 16)).to(reference.code_dtype(format.bits))
+    codes = torch.arange(256 if format.bits <= 8 else 1 << 16).to(reference.code_dtype(format.bits))
     out = torch.empty(codes.shape, device=DEVICE)
     cuda.from_codes(format._prepared(0), codes.to(DEVICE), out)
     assert torch.equal(bits(out), bits(reference.from_codes(format._prepared(0), codes)))
@@ -104,6 +106,17 @@ def test_public_calls_agree_with_the_cpu(name, dtype):
     out = torch.empty(7, 1001, dtype=torch.uint8, device="cuda")
     assert format.to_codes(there, out=out) is out
     assert format.to_codes(there[:0]).numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8", "posit8_1", "nf4"])
+def test_every_16_bit_input(name, dtype):
+    """NaNs with their signs included, which a conversion to float32 may lose."""
+    format = FORMATS[name]
+    x = torch.arange(-(1 << 15), 1 << 15, 1 if HAS_GPU else 37).to(torch.int16).view(dtype)
+    out = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
+    cuda.to_codes(format._prepared(0), x.to(DEVICE), out, 0)
+    assert torch.equal(out.cpu(), format.to_codes(x))
 
 
 @needs_gpu

@@ -35,7 +35,7 @@ def test_public_names_are_pinned():
     ]  # fmt: skip
     assert sorted(formats.__all__) == [
         "Dettmers", "E8M0", "FORMATS", "Fixed", "Float", "Format", "Int", "Posit", "Table", "Uniform",
-        "exponential", "get", "normal_quantiles",
+        "accuracy", "describe", "exponential", "get", "normal_quantiles", "picture",
     ]  # fmt: skip
     for module in (thinwire, formats):
         assert all(hasattr(module, name) for name in module.__all__)

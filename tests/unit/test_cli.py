@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire import __version__, cli
 from thinwire.formats import FORMATS
 
@@ -65,8 +66,8 @@ def test_round_shows_code_value_and_error():
     assert (row["value"], row["hex"], row["binary"]) == (0.3125, "0x2a", "00101010")
     assert row["error"] == pytest.approx(0.0125)
     assert special["value"] == "nan"
-    (down,) = run_json("formats", "round", "e4m3", "--rounding", "down", "0.3")
-    assert down["value"] == 0.28125
+    (down,) = run_json("formats", "round", "e4m3", "--rounding", "down", "-0.3")
+    assert down["value"] == -0.3125
 
 
 def test_error_table_over_distributions_and_files(tmp_path):
@@ -112,6 +113,11 @@ def test_tour_ends_with_a_picture(tmp_path):
         (("formats", "round", "e4m3", "three"), "'three' is not a number"),
         (("formats", "error", "int8", "--file", "nowhere.npy"), "does not exist"),
         (("formats", "show", "int8", "--plot", "x.pdf"), ".png or .svg"),
+        (("formats", "show", "int8", "--plot", "nowhere/x.png"), "does not exist"),
+        (("formats", "error", "linear_legacy", "--rounding", "up"), "has no 'up'"),
+        (("formats", "error", "int8", "--rounding", "sideways"), "has no 'sideways'"),
+        (("formats", "error", "int8", "--samples", "0"), "greater than or equal to 1"),
+        (("bench", "formats", "--device", "gpu"), "use cpu or cuda"),
         (("bench", "formats", "--device", "cuda"), "CUDA device"),
     ],
 )
@@ -120,3 +126,20 @@ def test_errors_are_one_line_in_the_users_words(arguments, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("content", ["empty.npy", "empty.pt", "none.npy", "objects.npy", "module.pt"])
+def test_files_that_hold_no_numbers_are_refused_in_one_line(tmp_path, content):
+    path = tmp_path / content
+    if content.startswith("empty"):
+        path.touch()
+    elif content == "none.npy":
+        np.save(path, np.empty(0, np.float32))
+    elif content == "objects.npy":
+        np.save(path, np.array([{}], dtype=object))
+    else:
+        torch.save(torch.nn.Linear(2, 2), path)
+    result = CliRunner().invoke(cli.app, ["formats", "error", "int8", "--file", str(path)])
+    assert isinstance(result.exception, thinwire.InputError)
+    assert content in str(result.exception)
+    assert "\n" not in str(result.exception)

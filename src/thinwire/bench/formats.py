@@ -35,6 +35,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure; a record for `machine.save` and `tables`."""
     on_gpu = device.startswith("cuda")
+    if device != "cpu" and not on_gpu:
+        raise InputError(f"cannot measure on '{device}'; use cpu or cuda")
     if on_gpu and not torch.cuda.is_available():
         raise InputError("there is no CUDA device here; use --device cpu")
     numel = numel or (256 << 20 if on_gpu else 16 << 20)
@@ -50,6 +52,7 @@ def run(
             rows += measure(format, x)
         progress("other libraries")
         rivals, absent = peers.measure(x, copy_s, seconds)
+        rivals = [row for row in rivals if not names or row["format"] in names]
         progress("sizes")
         sizes = [] if names else measure_sizes(device, numel)
     finally:

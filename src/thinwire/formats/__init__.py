@@ -9,10 +9,14 @@ exponent and Y mantissa bits; `fixedI.F`, `intB`, `uniformB`, `uniformBs` and `p
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Callable
 
+import torch
+
 from thinwire.errors import UnknownFormatError
+from thinwire.formats import accuracy, describe, picture
 from thinwire.formats.base import Format
 from thinwire.formats.dettmers import Dettmers
 from thinwire.formats.exponent import E8M0
@@ -32,9 +36,12 @@ __all__ = [
     "Posit",
     "Table",
     "Uniform",
+    "accuracy",
+    "describe",
     "exponential",
     "get",
     "normal_quantiles",
+    "picture",
 ]
 
 _ALL: tuple[Format, ...] = (
@@ -110,16 +117,29 @@ PATTERNS: dict[str, tuple[str, Callable[..., Format]]] = {
 }
 
 
-def get(name: str | Format) -> Format:
-    """The format of that name. A format is returned as it is."""
-    if isinstance(name, Format):
-        return name
-    if name in FORMATS:
-        return FORMATS[name]
+@functools.cache
+def _member(name: str) -> Format | None:
+    """The member of a family with this name, made once."""
     for pattern, build in PATTERNS.values():
         found = re.fullmatch(pattern, name)
         if found:
             return build(*found.groups())
+    return None
+
+
+def get(name: str | Format | torch.dtype) -> Format:
+    """The format of that name, or of that torch dtype. A format is returned as it is."""
+    if isinstance(name, Format):
+        return name
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
+    if not isinstance(name, str):
+        raise UnknownFormatError(f"a format is asked for by name, not by {type(name).__name__}")
+    if name in FORMATS:
+        return FORMATS[name]
+    member = _member(name)
+    if member is not None:
+        return member
     near = difflib.get_close_matches(name, FORMATS, n=5, cutoff=0.4)
     hint = f"near names: {', '.join(near)}; " if near else ""
     raise UnknownFormatError(

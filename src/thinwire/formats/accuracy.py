@@ -4,6 +4,7 @@ A format that takes a scale sees its input scaled so that the largest magnitude 
 others see it as it is. Relative errors are averaged over the elements that are not zero.
 """
 
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import InputError
+from thinwire.errors import FormatError, InputError
 from thinwire.formats.base import Format
 from thinwire.rounding import Rounding, Stream
 
@@ -37,16 +38,27 @@ def load(path: Path) -> Tensor:
     """The numbers in a .npy file, or in the tensor (or tensors) of a .pt file, as flat float32."""
     if not path.exists():
         raise InputError(f"{path} does not exist")
-    if path.suffix == ".npy":
-        found: Any = torch.from_numpy(np.load(path, allow_pickle=False))
-    elif path.suffix in (".pt", ".pth"):
-        found = torch.load(path, weights_only=True, map_location="cpu")
-    else:
-        raise InputError(f"{path} is neither .npy nor .pt")
-    tensors = list(_tensors(found))
-    if not tensors:
-        raise InputError(f"{path} holds no floating-point tensor")
+    if path.suffix not in (".npy", ".pt", ".pth"):
+        raise InputError(f"{path} is neither .npy nor .pt; write it with numpy.save or torch.save")
+    tensors = list(_tensors(_read(path)))
+    if not tensors or not sum(tensor.numel() for tensor in tensors):
+        raise InputError(f"{path} holds no floating-point numbers; save a float tensor, or a dict of them")
     return torch.cat([tensor.flatten().float() for tensor in tensors])
+
+
+def _read(path: Path) -> Any:
+    """What is in a file, without running anything that is in it."""
+    try:
+        if path.suffix == ".npy":
+            return torch.from_numpy(np.load(path, allow_pickle=False))
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, EOFError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = (
+            str(error).strip().splitlines()[0] if str(error).strip() else "the file is empty or cut short"
+        )
+        raise InputError(
+            f"cannot read {path}: {reason}; it must hold plain tensors or arrays of floats"
+        ) from None
 
 
 def _tensors(found: Any) -> Iterable[Tensor]:
@@ -62,10 +74,20 @@ def _tensors(found: Any) -> Iterable[Tensor]:
 
 
 def errors(
-    format: Format, x: Tensor, rounding: Rounding | str = Rounding.NEAREST, seed: int = 0
+    format: Format,
+    x: Tensor,
+    rounding: Rounding | str = Rounding.NEAREST,
+    seed: int = 0,
+    scale: float | None = None,
 ) -> dict[str, float]:
-    """Mean relative, absolute and squared error, signal-to-noise ratio in dB, share that became zero."""
-    scale = float(x.abs().max()) / format.max if format.takes_scale else 1.0
+    """Mean relative, absolute and squared error, signal-to-noise ratio in dB, share that became zero.
+
+    The format sees x / scale; without one, the scale that the format takes.
+    """
+    if not x.numel():
+        raise InputError("there are no numbers to measure the error on")
+    if scale is None:
+        scale = float(x.abs().max()) / format.max if format.takes_scale else 1.0
     scale = scale or 1.0
     rng = Stream(seed) if rounding == Rounding.STOCHASTIC else None
     exact = x.double()
@@ -89,6 +111,8 @@ def error_table(
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """One row for each format and each set of numbers; unsigned formats have none where signs occur."""
+    if rounding not in tuple(Rounding):
+        raise FormatError(f"unknown rounding '{rounding}'; use one of: {', '.join(Rounding)}")
     return [
         {"format": format.name, "bits": format.bits, "data": name, **errors(format, x, rounding, seed)}
         for format in chosen

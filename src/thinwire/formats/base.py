@@ -5,11 +5,15 @@ dataclasses that say which numbers (`_params`); everything a user calls is here,
 
 Inputs may have any shape and need not be contiguous. Results are new tensors, or `out`. A value handed
 back is always float32, which holds every value of every format exactly.
+
+Rounding has no useful derivative, so results are detached from autograd. For a straight-through
+gradient write `x + (format.round(x) - x).detach()`.
 """
 
 import abc
+import dataclasses
 import functools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -43,7 +47,7 @@ class Format(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The name under which `get` finds it, or its constructor call."""
+        """What listings call it; `get` finds registered formats and members of families by it."""
 
     @property
     @abc.abstractmethod
@@ -92,7 +96,7 @@ class Format(abc.ABC):
     @property
     def min_subnormal(self) -> float:
         """The smallest positive value."""
-        return float(self._finite[self._finite > 0][0])
+        return float(self._positive[0])
 
     @property
     def min_normal(self) -> float:
@@ -115,13 +119,13 @@ class Format(abc.ABC):
         target = _target(x, out, kernels.code_dtype(self.bits), INPUT_DTYPES)
         random = _random(mode, rng, x)
         if x.device.type != "meta":
-            source, result = _flat(x), _writable(target, x)
+            source, result = _flat(x), _writable(target, x, rng)
             kernels.to_codes(self._prepared(mode), source, result.view(-1), mode, *random)
             _deliver(result, target)
         return target
 
     def from_codes(self, codes: Tensor, out: Tensor | None = None) -> Tensor:
-        """The float32 value of each code."""
+        """The float32 value of each code; bits above the format's are ignored."""
         dtype = kernels.code_dtype(self.bits)
         target = _target(codes, out, torch.float32, (dtype,))
         if codes.device.type != "meta":
@@ -142,7 +146,7 @@ class Format(abc.ABC):
         target = _target(x, out, torch.float32, INPUT_DTYPES)
         random = _random(mode, rng, x)
         if x.device.type != "meta":
-            source, result = _flat(x), _writable(target, x)
+            source, result = _flat(x), _writable(target, x, rng)
             kernels.round(self._prepared(mode), source, result.view(-1), mode, *random)
             _deliver(result, target)
         return target
@@ -150,6 +154,10 @@ class Format(abc.ABC):
     def values(self) -> Tensor:
         """Every finite value that rounding returns, ascending, as float32. Formats of at most 16 bits."""
         return torch.from_numpy(self._finite.copy())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles and copies carry what the format is, not the tables made from it."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @functools.cached_property
     def _table(self) -> np.ndarray:
@@ -163,6 +171,12 @@ class Format(abc.ABC):
     def _finite(self) -> np.ndarray:
         values = np.unique(self._table[np.isfinite(self._table)] + np.float32(0))
         return values[values >= self._lowest]
+
+    @property
+    def _positive(self) -> np.ndarray:
+        """The positive values, or the magnitudes of a format that has none."""
+        positive = self._finite[self._finite > 0]
+        return positive if positive.size else np.sort(-self._finite[self._finite < 0])
 
     @property
     def _lowest(self) -> float:
@@ -219,30 +233,48 @@ def _target(x: Tensor, out: Tensor | None, dtype: torch.dtype, accepted: tuple[t
         raise InputError(f"expected a dense tensor, got {x.layout}; use x.to_dense()")
     if out is None:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
+    _check_out(out, x, dtype)
+    return out
+
+
+def _check_out(out: Tensor, x: Tensor, dtype: torch.dtype) -> None:
+    if not isinstance(out, Tensor):
+        raise InputError(f"out must be a torch.Tensor, not {type(out).__name__}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InputError("out requires a gradient; write to it under torch.no_grad()")
     if out.dtype != dtype or out.shape != x.shape or out.device != x.device:
         raise InputError(
             f"out must be {dtype}, {tuple(x.shape)} on {x.device}; "
             f"got {out.dtype}, {tuple(out.shape)} on {out.device}"
         )
-    return out
 
 
 def _flat(x: Tensor) -> Tensor:
     """A flat, contiguous view or copy in a dtype that the device's kernels read."""
-    x = x.detach()
+    x = x.detach().resolve_neg()
     if x.dtype not in kernels.reads(x.device):
         x = x.float()
     return x.contiguous().view(-1)
 
 
-def _writable(target: Tensor, x: Tensor) -> Tensor:
-    """The target itself, or a stand-in if it is strided or shares memory with the input."""
-    shared = target.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    if target.is_contiguous() and not (shared and target.numel()):
+def _writable(target: Tensor, *inputs: Rng) -> Tensor:
+    """The target itself, or a stand-in if it is strided or may share memory with an input."""
+    shared = any(isinstance(each, Tensor) and _overlap(target, each) for each in inputs)
+    if target.is_contiguous() and not shared:
         return target.detach()
     return torch.empty_like(target, memory_format=torch.contiguous_format)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory behind two tensors meets, even where they come from different owners."""
+    first, second = one.untyped_storage(), other.untyped_storage()
+    begin, end = first.data_ptr(), first.data_ptr() + first.nbytes()
+    meet = second.data_ptr() < end and begin < second.data_ptr() + second.nbytes()
+    return one.device == other.device and meet
 
 
 def _deliver(result: Tensor, target: Tensor) -> None:
     if result.data_ptr() != target.data_ptr():
         target.detach().copy_(result)
+    else:
+        torch.autograd.graph.increment_version(target)  # kernels write past autograd; it must know

@@ -161,12 +161,22 @@ def _raw_order(keys: Array, codes: Array) -> tuple[Array, Array]:
     return starts[first].astype(np.uint32), codes[first]
 
 
+def has_even_odds(book: Codebook) -> bool:
+    """Whether float32 can tell where between two neighbours a number lies: not if gaps are extreme."""
+    gaps = np.diff(book.values)
+    with np.errstate(over="ignore"):
+        inverse = (1 / gaps).astype(np.float32)
+    exact = np.abs(inverse.astype(np.float64) * gaps - 1) <= 2.0**-23
+    return bool(np.all(exact & (gaps < 2.0**128)))
+
+
 def _gaps(book: Codebook) -> tuple[Array, Array]:
     """By code, for stochastic rounding: one over the gap above its value, and the code above."""
+    if not has_even_odds(book):
+        raise FormatError("stochastic rounding needs gaps between about 1e-38 and 1e38; this has others")
     inverse = np.zeros(1 << book.bits, np.float32)
     up = np.arange(1 << book.bits)
-    with np.errstate(over="ignore"):
-        inverse[book.codes[:-1]] = (1 / np.diff(book.values)).astype(np.float32)
+    inverse[book.codes[:-1]] = (1 / np.diff(book.values)).astype(np.float32)
     up[book.codes[:-1]] = book.codes[1:]
     if book.zero and not book.underflow:
         inverse[book.codes[book.zero - 1]] = 0

@@ -30,8 +30,7 @@ def describe(format: Format) -> dict[str, Any]:
 def levels_per_decade(format: Format) -> int:
     """How many positive values lie between some v and 10 v, where that is most."""
     if format.bits <= 16:
-        values = format.values().double()
-        values = values[values > 0]
+        values = torch.from_numpy(format._positive).double()
         ends = torch.searchsorted(values, 10 * values)
         return int((ends - torch.arange(len(values))).max())
     edges = format.to_codes(torch.tensor([format.max / 10, format.max]), Rounding.DOWN).long()

@@ -109,7 +109,8 @@ class Float(Format):
 
     @property
     def min_normal(self) -> float:
-        return 2.0 ** (1 - self._bias)
+        has_normals = self._max_code >> self.man > 0
+        return 2.0 ** (1 - self._bias) if has_normals else self.min_subnormal
 
     @property
     def min_subnormal(self) -> float:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,7 @@ SHADES = " ▁▂▃▄▅▆▇█"
 
 def number_line(format: Format, width: int = 72) -> list[str]:
     """How densely the positive values lie on a logarithmic axis: a bar chart one line high, and its ends."""
-    values = format.values().double().numpy()
-    positive = values[values > 0]
+    positive = format._positive.astype(np.float64)
     low, high = math.log10(positive[0]), math.log10(positive[-1])
     if high == low:
         low, high = low - 0.5, high + 0.5
@@ -34,12 +34,14 @@ def relative_error(format: Format, magnitudes: torch.Tensor) -> torch.Tensor:
 
 def plot(chosen: Sequence[Format], path: Path) -> None:
     """Relative error against magnitude, above a number line for each format, into a PNG or SVG file."""
-    if path.suffix not in (".png", ".svg"):
+    if path.suffix.lower() not in (".png", ".svg"):
         raise InputError(f"cannot plot into {path}; use a name that ends in .png or .svg")
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"cannot plot into {path}; the folder {path.resolve().parent} does not exist")
     try:
         import matplotlib
     except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'thinwire[report]'") from None
+        raise MissingDependencyError("plots need matplotlib, or thinwire with the extra [report]") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -51,25 +53,30 @@ def plot(chosen: Sequence[Format], path: Path) -> None:
         2, 1, sharex=True, figsize=(10, 4.2 + 0.32 * len(chosen)), height_ratios=(3, 0.32 * len(chosen) + 0.6)
     )
     for row, format in enumerate(chosen):
-        color = f"C{row % 10}"
-        error = relative_error(format, points)
-        error[(points < format.min_subnormal / 2) | (points > format.max)] = torch.nan
-        envelope = torch.nn.functional.max_pool1d(error.nan_to_num(-1)[None, None], 41, stride=1, padding=20)[
-            0, 0
-        ]
-        envelope[error.isnan()] = torch.nan
-        above.plot(points, envelope, color=color, linewidth=1.4, label=format.name)
-        values = format.values()
-        below.plot(
-            values[values > 0], torch.full((int((values > 0).sum()),), -row), "|", color=color, markersize=9
-        )
-    above.set(yscale="log", xscale="log", ylabel="largest relative error nearby", ylim=(2e-3, 1.6))
-    above.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+        _draw(format, row, points, above, below)
+    above.set(yscale="log", xscale="log", ylabel="relative error", ylim=(2e-3, 1.6))
+    above.set_title("Largest relative error near each magnitude: lower is better", loc="left", fontsize=11)
     above.grid(alpha=0.25)
     below.set(yticks=[-row for row in range(len(chosen))], xlabel="magnitude", xlim=(10**low, 10**high))
     below.set_yticklabels([format.name for format in chosen])
+    for row, label in enumerate(below.get_yticklabels()):
+        label.set_color(f"C{row % 10}")
+    below.set_title("Positive values of each format, without any scale", loc="left", fontsize=11)
     below.set_ylim(-len(chosen) + 0.4, 0.6)
     for side in ("top", "right", "left"):
         below.spines[side].set_visible(False)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def _draw(format: Format, row: int, points: torch.Tensor, above: Any, below: Any) -> None:
+    """One format's curve and its row of ticks."""
+    color = f"C{row % 10}"
+    error = relative_error(format, points)
+    error[(points < format.min_subnormal / 2) | (points > format.max)] = torch.nan
+    known = error.nan_to_num(-1)[None, None]
+    envelope = torch.nn.functional.max_pool1d(known, 41, stride=1, padding=20)[0, 0]
+    envelope[error.isnan()] = torch.nan
+    above.plot(points, envelope, color=color, linewidth=1.4)
+    values = format._positive
+    below.plot(values, np.full(values.shape, -row), "|", color=color, markersize=9)

@@ -25,8 +25,8 @@ class Posit(Format):
     """Posit with `n` bits of which at most `es` are exponent bits.
 
     >>> from thinwire.formats import Posit
-    >>> Posit(8, 0).round(torch.tensor([20.0, 36.0, 48.0, 52.0, 1e-9]))
-    tensor([16.0000, 32.0000, 32.0000, 64.0000,  0.0156])
+    >>> Posit(8, 0).round(torch.tensor([20.0, 36.0, 48.0, 52.0, 1e-9])).tolist()
+    [16.0, 32.0, 32.0, 64.0, 0.015625]
     """
 
     n: int

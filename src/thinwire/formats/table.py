@@ -1,6 +1,7 @@
 """Formats that are nothing but a list of numbers, and the lists that the literature uses."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -11,6 +12,7 @@ from thinwire.errors import FormatError
 from thinwire.formats import codebook
 from thinwire.formats.base import Format
 from thinwire.kernels.params import Array, StepsParams
+from thinwire.rounding import Rounding
 
 #: NormalFloat4 of QLoRA (Dettmers et al. 2023), as published.
 NF4 = (
@@ -32,17 +34,21 @@ class Table(Format):
     tensor([1, 2, 3], dtype=torch.uint8)
     """
 
-    numbers: tuple[float, ...] = field(repr=False)
+    numbers: Sequence[float] = field(repr=False)
     label: str = field(default="Table", compare=False)
+    scaled: bool = True  #: False: the numbers are in the unit of the data, see `takes_scale`
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numbers", tuple(float(number) for number in self.numbers))
+        try:
+            object.__setattr__(self, "numbers", tuple(float(number) for number in self.numbers))
+        except (TypeError, ValueError):
+            raise FormatError(f"Table needs numbers, not {self.numbers!r}") from None
         numbers = self._float32
         if not 2 <= numbers.size <= 1 << 16:
             raise FormatError(f"Table needs 2 to 65536 numbers, not {numbers.size}")
         if not np.isfinite(numbers).all():
             raise FormatError("Table needs finite numbers within float32's range")
-        if np.any(np.diff(numbers) < 0):
+        if np.any(numbers[1:] < numbers[:-1]):
             raise FormatError("Table needs its numbers in ascending order; use sorted(...)")
         if numbers[0] == numbers[-1]:
             raise FormatError(f"Table needs two different numbers, all are {numbers[0]}")
@@ -58,6 +64,15 @@ class Table(Format):
     @property
     def rules(self) -> str:
         return "NaN becomes the number nearest zero, infinities saturate, -0 is 0."
+
+    @property
+    def roundings(self) -> tuple[Rounding, ...]:
+        stochastic = codebook.has_even_odds(self._book)
+        return tuple(mode for mode in Rounding if stochastic or mode != Rounding.STOCHASTIC)
+
+    @property
+    def takes_scale(self) -> bool:
+        return self.scaled
 
     @property
     def has_inf(self) -> bool:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -51,13 +52,13 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
         pattern = target.view(np.int32)
         _spread(out.numel(), lambda s, _: loops.float_values(wide[s], pattern[s], params.scalars))
     else:
-        table = params.values if isinstance(params, StepsParams) else _float_table(params)
+        table = params.decoded if isinstance(params, StepsParams) else _float_table(params)
         _spread(out.numel(), lambda s, _: loops.table_values(source[s], table, target[s]))
 
 
 @cache
 def _float_table(params: FloatParams) -> Array:
-    codes = np.arange(1 << params.bits, dtype=np.int32)
+    codes = np.arange(256, dtype=np.int32)  # bits above the format's are ignored
     table = np.empty(codes.size, np.float32)
     loops.float_values(codes, table.view(np.int32), params.scalars)
     return table
@@ -123,25 +124,25 @@ def _steps_loop(params: StepsParams, x: Array, out: Array, mode: int, random: Ra
         tables = (*plan.index, plan.values, params.inverse, pairs)
         return lambda s, start: loops.steps_stochastic(x[s], *_part(random, s, start), out[s], *tables)
     bits = x.view(np.uint32)
-    cells, firsts, starts = plan.index
+    cells, shift, firsts, starts = plan.index
     if cells.size == 0:
         return lambda s, _: loops.steps_search(bits[s], firsts, starts, table, out[s])
-    if codes and params.bits <= 8:
+    if codes and params.bits <= 8 and shift == CELL_BITS:
         return lambda s, _: _packed(bits[s], cells, plan, out[s])
-    return lambda s, _: loops.steps_lookup(bits[s], cells, table, out[s])
+    return lambda s, _: loops.steps_lookup(bits[s], cells, shift, table, out[s])
 
 
 def _packed(bits: Array, cells: Array, plan: "_StepsPlan", out: Array) -> None:
     whole = bits.size // 4 * 4
     loops.steps_codes_packed(bits[:whole], cells, *plan.packed, out[:whole].view(np.uint32))
-    loops.steps_lookup(bits[whole:], cells, plan.codes, out[whole:])
+    loops.steps_lookup(bits[whole:], cells, np.uint32(CELL_BITS), plan.codes, out[whole:])
 
 
 @dataclass(frozen=True, eq=False)
 class _StepsPlan:
     """Tables by segment, in the dtypes that the loops write."""
 
-    index: tuple[Array, Array, Array]  # cells (empty if a search is needed), firsts, starts
+    index: tuple[Array, np.uint32, Array, Array]  # cells (none if a search is needed), shift, firsts, starts
     codes: Array
     values: Array
     packed: tuple[Array, Array, Array, Array]
@@ -149,18 +150,27 @@ class _StepsPlan:
     value_pairs: Array
 
 
-@cache
+_PLANS: WeakKeyDictionary[StepsParams, _StepsPlan] = WeakKeyDictionary()  # as long as the format lives
+
+
 def _steps_plan(params: StepsParams) -> _StepsPlan:
-    fits = params.cell_shift >= CELL_BITS
+    if params not in _PLANS:
+        _PLANS[params] = _make_plan(params)
+    return _PLANS[params]
+
+
+def _make_plan(params: StepsParams) -> _StepsPlan:
+    shift = min(params.cell_shift, CELL_BITS)
     empty = np.empty(0, np.uint32)
     dtype = np.uint8 if params.bits <= 8 else np.uint16
     up = params.codes if params.codes_up is None else params.codes_up
     wide = params.codes.astype(np.uint32)
     return _StepsPlan(
         index=(
-            params.cells(CELL_BITS) if fits else empty,
-            empty if fits else params.firsts,
-            empty if fits else params.starts,
+            params.cells(shift) if shift else empty,
+            np.uint32(shift),
+            empty if shift else params.firsts,
+            empty if shift else params.starts,
         ),
         codes=params.codes.astype(dtype),
         values=params.values[params.codes],

@@ -2,6 +2,7 @@
 
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -47,8 +48,10 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
         flush = not params.subnormals
         _launch(programs.float_values_kernel, out, codes, out, out.numel(), *scalars, FLUSH=flush)
     else:
-        small = isinstance(params, FloatParams)
-        table = _float_table(params, out.device) if small else _tables(params, out.device).decoded
+        if isinstance(params, FloatParams):
+            table = _float_table(params, out.device)
+        else:
+            table = _tables(params, out.device).decoded
         _launch(programs.table_kernel, out, codes, out, table, out.numel())
 
 
@@ -111,7 +114,7 @@ class _Tables:
         self.search_steps = 0 if self.shift else params.search_steps
         self.index = put(params.cells(self.shift) if self.shift else params.firsts)
         self.starts = put(params.starts)
-        self.decoded = put(params.values)
+        self.decoded = put(params.decoded)
         lower = params.values[params.codes]
         if params.inverse is None or params.codes_up is None:
             self.codes = put(params.codes.astype(np.uint8 if params.bits <= 8 else np.uint16))
@@ -123,12 +126,18 @@ class _Tables:
             self.pairs = put(np.stack([lower, params.inverse], axis=1)).view(torch.int64).view(-1)
 
 
-@cache
+_TABLES: WeakKeyDictionary[StepsParams, dict[torch.device, _Tables]] = WeakKeyDictionary()
+
+
 def _tables(params: StepsParams, device: torch.device) -> _Tables:
-    return _Tables(params, device)
+    """Made once for each device, and kept as long as the format lives."""
+    tables = _TABLES.setdefault(params, {})
+    if device not in tables:
+        tables[device] = _Tables(params, device)
+    return tables[device]
 
 
 @cache
 def _float_table(params: FloatParams, device: torch.device) -> Tensor:
-    """The value of every code of at most 8 bits."""
-    return reference.from_codes(params, torch.arange(1 << params.bits)).to(device)
+    """The value of every byte; bits above the format's are ignored."""
+    return reference.from_codes(params, torch.arange(256)).to(device)

@@ -423,9 +423,9 @@ def steps_codes_packed(bits: Any, cells: Any, s0: Any, s1: Any, s2: Any, s3: Any
 
 
 @jit
-def steps_lookup(bits: Any, cells: Any, table: Any, out: Any) -> None:
+def steps_lookup(bits: Any, cells: Any, shift: Any, table: Any, out: Any) -> None:
     for i in range(bits.size):
-        out[i] = table[U(cells[bits[i] >> HALF] + bits[i]) >> HALF]
+        out[i] = table[U(cells[bits[i] >> shift] + bits[i]) >> shift]
 
 
 @inline
@@ -460,6 +460,7 @@ def steps_stochastic(
     key: Any,
     out: Any,
     cells: Any,
+    shift: Any,
     firsts: Any,
     starts: Any,
     lower: Any,
@@ -476,7 +477,7 @@ def steps_stochastic(
         block, values, result = bits[start:stop], x[start:stop], out[start:stop]
         if cells.size > 0:
             for i in range(result.size):
-                s = U(cells[block[i] >> HALF] + block[i]) >> HALF
+                s = U(cells[block[i] >> shift] + block[i]) >> shift
                 position = F(F(values[i] - lower[s]) * inverse[s])
                 result[i] = pairs[U(U(s << U(1)) + U(chance[i] < position))]
         else:

@@ -19,8 +19,9 @@ import numpy.typing as npt
 NEAREST, AWAY, ZERO, UP, DOWN, STOCHASTIC = range(6)
 
 CANONICAL_NAN = 0x7FC00000
-CELL_BITS = 16  # the CPU kernel looks up the upper half of the float32 pattern
+CELL_BITS = 16  # the CPU kernel of short codes looks up the upper half of the float32 pattern
 MAX_CELL_BITS = 23  # beyond this, a segment index no longer fits above the cell bits
+MIN_CELL_BITS = 10  # a table of 16 MiB; what needs more is searched
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -120,10 +121,14 @@ class StepsParams:
 
     @functools.cached_property
     def cell_shift(self) -> int:
-        """The largest shift for which no cell of 2**shift patterns holds two starts; 0 if none."""
-        for shift in range(MAX_CELL_BITS, CELL_BITS - 1, -1):
+        """The largest shift for which no cell of 2**shift patterns holds two starts; 0 if none.
+
+        There must also be room for the segment's number above the shift.
+        """
+        for shift in range(MAX_CELL_BITS, MIN_CELL_BITS - 1, -1):
             inside = self.starts[self.starts & np.uint32((1 << shift) - 1) != 0]
-            if np.unique(inside >> np.uint32(shift)).size == inside.size:
+            room = self.starts.size <= 1 << (32 - shift)
+            if room and np.unique(inside >> np.uint32(shift)).size == inside.size:
                 return shift
         return 0
 
@@ -141,6 +146,11 @@ class StepsParams:
         offset = inside & np.uint64((1 << shift) - 1)
         table[inside >> np.uint64(shift)] += np.uint64(1 << shift) - offset
         return (table - first).astype(np.uint32)
+
+    @functools.cached_property
+    def decoded(self) -> Array:
+        """`values` for every code that the codes' dtype can hold: bits above the format's are ignored."""
+        return np.tile(self.values, (256 if self.bits <= 8 else 65536) >> self.bits)
 
     @functools.cached_property
     def firsts(self) -> Array:

@@ -57,11 +57,24 @@ def _chance(word):
 
 @triton.jit
 def _read(x, at, left, FULL: tl.constexpr):
-    """Without a mask the compiler loads 16 bytes at a time; only the last program needs one."""
+    """Without a mask the compiler loads 16 bytes at a time; only the last program needs one.
+
+    Input is read once and should not push the tables out of the cache.
+    """
     if FULL:
-        return tl.load(x + at)
+        return tl.load(x + at, eviction_policy="evict_first")
     else:
         return tl.load(x + at, mask=at < left, other=0)
+
+
+@triton.jit
+def _pattern(x, at, left, FULL: tl.constexpr):
+    """The float32 pattern of the input. Converting a 16-bit NaN loses its sign: it is put back."""
+    value = _read(x, at, left, FULL)
+    b = value.to(tl.float32).to(tl.int32, bitcast=True)
+    if value.dtype.primitive_bitwidth == 16:
+        b = (b & 0x7FFFFFFF) | (value.to(tl.int16, bitcast=True).to(tl.int32) & _SIGN)
+    return b
 
 
 @triton.jit
@@ -172,7 +185,7 @@ def _float_one(
     CODES: tl.constexpr, SMALL: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     man, low, max_code, sign, negative_zero, over_pos, over_neg, inf_pos, inf_neg, nan_pos, nan_neg, inf_code = p
-    b = _read(x, at, left, FULL).to(tl.float32).to(tl.int32, bitcast=True)
+    b = _pattern(x, at, left, FULL)
     u = b & 0x7FFFFFFF
     magnitude = _float_magnitude(b, word, man, low, MODE, FLUSH, QUICK)
     signs = (b >> 31) & sign
@@ -362,8 +375,9 @@ def _steps_one(
     """`table` holds codes or values by segment; with chance, `pairs` holds value and inverse gap, and `table`
     the value above, or both codes, the one above in the upper half."""
     index, starts, table, pairs = tables
-    value = _read(x, at, left, FULL).to(tl.float32)
-    segment = _segment(value.to(tl.uint32, bitcast=True), index, starts, shift, SEARCH)
+    b = _pattern(x, at, left, FULL)
+    value = b.to(tl.float32, bitcast=True)
+    segment = _segment(b.to(tl.uint32, bitcast=True), index, starts, shift, SEARCH)
     result = tl.load(table + segment)
     if STOCHASTIC:
         pair = tl.load(pairs + segment)

@@ -51,8 +51,8 @@ def to_codes(params: Params, x: Tensor, mode: int, words: Tensor | None = None) 
 
 
 def from_codes(params: Params, codes: Tensor) -> Tensor:
-    """Float32 values of flat codes."""
-    wide = codes.long()
+    """Float32 values of flat codes; bits above the format's are ignored."""
+    wide = codes.long() & ((1 << params.bits) - 1)
     if isinstance(params, FloatParams):
         return _float_values(params, wide)
     if isinstance(params, GridParams):
