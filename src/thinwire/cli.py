@@ -26,6 +26,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 Plot = Annotated[Path | None, typer.Option(help="Draw into this .png or .svg file.")]
 RoundingName = Annotated[str, typer.Option(help="nearest, away, zero, up, down or stochastic.")]
 
+METRICS = {
+    "relative": "mean relative error (%)",
+    "absolute": "mean absolute error",
+    "squared": "mean squared error",
+    "snr_db": "signal to noise (dB)",
+    "zeroed": "share that became zero (%)",
+}
 TOUR = ("float8_e4m3fn", "float8_e5m2", "int8", "posit8_1", "dynamic_tree", "nf4", "float4_e2m1fn")
 
 
@@ -251,17 +258,15 @@ def _rounded(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _print_error_table(table: list[dict[str, Any]], data: list[str], metric: str) -> None:
-    known = ("relative", "absolute", "squared", "snr_db", "zeroed")
-    if metric not in known:
-        raise typer.BadParameter(f"unknown metric '{metric}'; use one of: {', '.join(known)}")
+    if metric not in METRICS:
+        raise typer.BadParameter(f"unknown metric '{metric}'; use one of: {', '.join(METRICS)}")
     cells = {(row["format"], row["data"]): row[metric] for row in table}
     percent = metric in ("relative", "zeroed")
     rows = [
         (name, *(_cell(cells.get((name, column)), percent) for column in data))
         for name in dict.fromkeys(row["format"] for row in table)
     ]
-    unit = " (%)" if percent else ""
-    _print_table(
+    _print_table(METRICS[metric], ("format", *data), rows, right=tuple(range(1, len(data) + 1)))
         f"{metric.replace('_', ' ')}{unit}", ("format", *data), rows, right=tuple(range(1, len(data) + 1))
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from thinwire.kernels import loops
 from thinwire.kernels.params import (
     CELL_BITS,
+    NEAREST,
     STOCHASTIC,
     Array,
     FloatParams,
@@ -50,7 +51,8 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
     elif isinstance(params, FloatParams) and params.bits > 8:
         wide = source.view(np.int32) if params.bits > 16 else source
         pattern = target.view(np.int32)
-        _spread(out.numel(), lambda s, _: loops.float_values(wide[s], pattern[s], params.scalars))
+        values = loops.float_values_wide if params.is_wide else loops.float_values
+        _spread(out.numel(), lambda s, _: values(wide[s], pattern[s], params.scalars))
     else:
         table = params.decoded if isinstance(params, StepsParams) else _float_table(params)
         _spread(out.numel(), lambda s, _: loops.table_values(source[s], table, target[s]))
@@ -95,6 +97,8 @@ def _float_loop(
     if mode == STOCHASTIC:
         stochastic = loops.float_codes_stochastic if codes else loops.float_round_stochastic
         return lambda s, start: stochastic(bits[s], *_part(random, s, start), out[s], p, specials, quick)
+    if params.is_wide and mode == NEAREST and codes:
+        return lambda s, _: loops.float_codes_wide(bits[s], out[s], p)
     if quick:
         nearest = loops.float_codes_nearest if codes else loops.float_round_nearest
         return lambda s, _: nearest(bits[s], out[s], p, specials)

@@ -245,6 +245,26 @@ def float_codes_nearest(bits: Any, out: Any, p: Any, specials: Any) -> None:
 
 
 @jit
+def float_codes_wide(bits: Any, out: Any, p: Any) -> None:
+    """Nearest for formats with float32's exponents, bfloat16 above all: cutting patterns short is all."""
+    drop = U(I23 - p[0])
+    half = U(U(U(1) << drop) >> U(1)) - U(1)
+    for i in range(bits.size):
+        u = I(bits[i] & MAGNITUDE)
+        code = U(U(U(u) + half) + U(U(U(u) >> drop) & U(1))) >> drop
+        out[i] = _wrap_signed(code, bits[i], p)
+
+
+@jit
+def float_values_wide(codes: Any, out: Any, p: Any) -> None:
+    """The way back: put zeros behind."""
+    drop = I(I23 - p[0])
+    for i in range(codes.size):
+        b = I(I(codes[i]) << drop)
+        out[i] = NAN if I(b & MAGNITUDE) > INFINITY else b
+
+
+@jit
 def float_codes_directed(bits: Any, out: Any, p: Any, mode: Any) -> None:
     for i in range(bits.size):
         out[i] = _wrap_any(_float_directed(bits[i], p, mode), bits[i], p)

@@ -53,6 +53,13 @@ class FloatParams:
         """The float32 exponent field of the smallest normal value; at least 1."""
         return 128 - self.bias
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether this is float32 with fewer mantissa bits: same exponents, same infinities and NaNs."""
+        return (self.min_exponent, self.exp, self.specials, self.subnormals) == (1, 8, 1, True) and (
+            self.inf_code == self.over_pos and 0 < self.man < 23
+        )
+
     def is_quick(self, mode: int) -> bool:
         """Whether the processor's own float arithmetic can bring subnormals into place.
 
