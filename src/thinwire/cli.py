@@ -267,8 +267,6 @@ def _print_error_table(table: list[dict[str, Any]], data: list[str], metric: str
         for name in dict.fromkeys(row["format"] for row in table)
     ]
     _print_table(METRICS[metric], ("format", *data), rows, right=tuple(range(1, len(data) + 1)))
-        f"{metric.replace('_', ' ')}{unit}", ("format", *data), rows, right=tuple(range(1, len(data) + 1))
-    )
 
 
 def _cell(value: float | None, percent: bool) -> str:

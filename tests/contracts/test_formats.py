@@ -111,8 +111,8 @@ def test_values_are_sorted_and_limits_are_among_them(format):
     assert (values.diff() > 0).all()
     assert values.isfinite().all()
     assert (values[0].item(), values[-1].item()) == (format.min, format.max)
-    assert values[values > 0][0].item() == format.min_subnormal
-    assert format.min_normal in values.tolist()
+    assert values[values > 0][:1].tolist() in ([format.min_subnormal], [])
+    assert format.min_normal in values.abs().tolist()
     table = format.from_codes(torch.arange(1 << format.bits).to(reference.code_dtype(format.bits)))
     assert format.has_inf == bool(table.isinf().any())
     if format.has_nan:
