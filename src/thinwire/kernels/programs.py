@@ -57,12 +57,9 @@ def _chance(word):
 
 @triton.jit
 def _read(x, at, left, FULL: tl.constexpr):
-    """Without a mask the compiler loads 16 bytes at a time; only the last program needs one.
-
-    Input is read once and should not push the tables out of the cache.
-    """
+    """Without a mask the compiler loads 16 bytes at a time; only the last program needs one."""
     if FULL:
-        return tl.load(x + at, eviction_policy="evict_first")
+        return tl.load(x + at)
     else:
         return tl.load(x + at, mask=at < left, other=0)
 
