@@ -2,7 +2,7 @@
 
 CPU: one thread; the measure is elements a second against a float32 copy of the same input. GPU: bytes read
 plus bytes written a second against the bandwidth of that copy. Every time is the median of several runs,
-into memory that is already there; the copy is timed anew for each format, because machines drift.
+into memory that is already there; copy and operation take turns, because machines drift.
 """
 
 import statistics
@@ -51,7 +51,7 @@ def run(
             progress(f"{format.name} ({len(rows) // len(OPERATIONS) + 1} of {len(chosen)})")
             rows += measure(format, x)
         progress("other libraries")
-        rivals, absent = peers.measure(x, copy_s, seconds)
+        rivals, absent = peers.measure(x, against_copy)
         rivals = [row for row in rivals if not names or row["format"] in names]
         progress("sizes")
         sizes = [] if names else measure_sizes(device, numel)
@@ -72,8 +72,7 @@ def run(
 
 
 def measure(format: Format, x: Tensor) -> list[dict[str, Any]]:
-    """Each operation of one format on one input, against a copy timed just before."""
-    copy_s = _copy_s(x)
+    """Each operation of one format on one input."""
     x = x / x.abs().max() * format.max if format.takes_scale and format.max < 1e6 else x
     codes = torch.empty(x.shape, dtype=code_dtype(format.bits), device=x.device)
     values = torch.empty_like(x)
@@ -88,7 +87,7 @@ def measure(format: Format, x: Tensor) -> list[dict[str, Any]]:
         calls["round stochastic"] = lambda: format.round(x, "stochastic", STREAM, out=values)
     rows = []
     for name, call in calls.items():
-        taken = seconds(call, x.device)
+        taken, copy_s = against_copy(call, x)
         nbytes = 8 if name.startswith("round") else 4 + codes.element_size()
         rows.append(
             {
@@ -120,18 +119,35 @@ def measure_sizes(device: str, largest: int) -> list[dict[str, Any]]:
     return rows
 
 
+def against_copy(call: Callable[[], Any], x: Tensor) -> tuple[float, float]:
+    """Median times of a call and of a copy of x, which take turns."""
+    target = torch.empty_like(x)
+    repeats, rounds = _plan(call, x.device, 0.5)
+    times = []
+    for _ in range(rounds):
+        copy_s = _timed(lambda: target.copy_(x), x.device, 10 if x.device.type == "cuda" else 1)
+        times.append((_timed(call, x.device, repeats), copy_s))
+    taken, copied = zip(*times, strict=True)
+    return statistics.median(taken), statistics.median(copied)
+
+
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = 0.4) -> float:
     """The median time of one call, after a warm-up. Short calls are timed many at a time.
 
     On a GPU at least ten follow one another, so that its clock measures its work; calls shorter than a
     launch still take the time of a launch.
     """
+    repeats, rounds = _plan(call, device, budget_s)
+    return statistics.median(_timed(call, device, repeats) for _ in range(rounds))
+
+
+def _plan(call: Callable[[], Any], device: torch.device, budget_s: float) -> tuple[int, int]:
+    """After a warm-up: how many calls to time at once, and how often."""
     call()
     call()
     once = _timed(call, device, 1)
     repeats = max(10 if device.type == "cuda" else 1, int(2e-4 / max(once, 1e-7)))
-    rounds = min(25, max(5, int(budget_s / max(once * repeats, 1e-6))))
-    return statistics.median(_timed(call, device, repeats) for _ in range(rounds))
+    return repeats, min(25, max(5, int(budget_s / max(once * repeats, 1e-6))))
 
 
 def _timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:

@@ -30,7 +30,7 @@ Case = tuple[str, str, Call]  # format, operation, what to time
 
 
 def measure(
-    x: Tensor, copy_s: float, seconds: Callable[[Call, torch.device], float]
+    x: Tensor, against_copy: Callable[[Call, Tensor], tuple[float, float]]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Rows like those of the formats, and why some libraries have none."""
     rows: list[dict[str, Any]] = []
@@ -38,7 +38,7 @@ def measure(
     for library, cases in PEERS.items():
         try:
             for format, operation, call in cases(x):
-                taken = seconds(call, x.device)
+                taken, copy_s = against_copy(call, x)
                 nbytes = (
                     8
                     if operation.startswith("round")
