@@ -100,7 +100,7 @@ def test_results_say_where_they_come_from(path):
     for key in ("date", "commit", "machine", "package", "kernels"):
         assert record[key]
     assert "dirty" not in record["commit"]
-    assert {row["format"] for row in record["rows"]} == set(FORMATS)
+    assert {row["format"] for row in record["rows"]} <= set(FORMATS)
 
 
 def modules_with_examples():

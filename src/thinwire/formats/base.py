@@ -76,7 +76,7 @@ class Format(abc.ABC):
     @property
     def has_inf(self) -> bool:
         """Whether some code is an infinity."""
-        return bool(np.isinf(self._table).any())
+        return False
 
     @property
     def has_nan(self) -> bool:

@@ -80,10 +80,6 @@ class Dettmers(Format):
     def takes_scale(self) -> bool:
         return self.kind in ("dynamic", "linear")
 
-    @property
-    def has_inf(self) -> bool:
-        return False
-
     @functools.cached_property
     def ranks(self) -> Array:
         """The magnitude of each 7-bit rank, as float64 values that float32 holds."""

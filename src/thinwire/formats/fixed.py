@@ -43,10 +43,6 @@ class Fixed(Format):
         return False
 
     @property
-    def has_inf(self) -> bool:
-        return False
-
-    @property
     def max(self) -> float:
         return 2.0 ** (self.int_bits - 1) - self.min_subnormal
 
@@ -89,10 +85,6 @@ class Int(Format):
     @property
     def rules(self) -> str:
         return "NaN becomes zero, infinities saturate, -0 becomes 0; the unused code decodes to -2**(bits-1)."
-
-    @property
-    def has_inf(self) -> bool:
-        return False
 
     @property
     def max(self) -> float:

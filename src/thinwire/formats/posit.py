@@ -55,10 +55,6 @@ class Posit(Format):
         return False
 
     @property
-    def has_inf(self) -> bool:
-        return False
-
-    @property
     def has_nan(self) -> bool:
         return True
 

@@ -75,10 +75,6 @@ class Table(Format):
         return self.scaled
 
     @property
-    def has_inf(self) -> bool:
-        return False
-
-    @property
     def _float32(self) -> Array:
         with np.errstate(over="ignore"):
             return np.asarray(self.numbers, np.float64).astype(np.float32) + np.float32(0)
