@@ -124,10 +124,10 @@ def _grid_loop(params: GridParams, x: Array, out: Array, mode: int, random: Rand
 def _steps_loop(params: StepsParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool) -> Loop:
     plan = _steps_plan(params)
     table, pairs = (plan.codes, plan.code_pairs) if codes else (plan.values, plan.value_pairs)
-    if mode == STOCHASTIC:
-        tables = (*plan.index, plan.values, params.inverse, pairs)
-        return lambda s, start: loops.steps_stochastic(x[s], *_part(random, s, start), out[s], *tables)
     bits = x.view(np.uint32)
+    if mode == STOCHASTIC:
+        tables = (*plan.index, plan.gaps, pairs)
+        return lambda s, start: loops.steps_stochastic(bits[s], *_part(random, s, start), out[s], *tables)
     cells, shift, firsts, starts = plan.index
     if cells.size == 0:
         return lambda s, _: loops.steps_search(bits[s], firsts, starts, table, out[s])
@@ -150,7 +150,8 @@ class _StepsPlan:
     codes: Array
     values: Array
     packed: tuple[Array, Array, Array, Array]
-    code_pairs: Array  # below and above in turn, for stochastic rounding
+    gaps: Array  # for stochastic rounding: value below and one over the gap, in turn
+    code_pairs: Array  # below and above, in turn
     value_pairs: Array
 
 
@@ -168,6 +169,7 @@ def _make_plan(params: StepsParams) -> _StepsPlan:
     empty = np.empty(0, np.uint32)
     dtype = np.uint8 if params.bits <= 8 else np.uint16
     up = params.codes if params.codes_up is None else params.codes_up
+    inverse = np.zeros(up.size) if params.inverse is None else params.inverse
     wide = params.codes.astype(np.uint32)
     return _StepsPlan(
         index=(
@@ -179,6 +181,7 @@ def _make_plan(params: StepsParams) -> _StepsPlan:
         codes=params.codes.astype(dtype),
         values=params.values[params.codes],
         packed=(wide, wide << np.uint32(8), wide << np.uint32(16), wide << np.uint32(24)),
+        gaps=np.stack([params.values[params.codes], inverse], axis=1).astype(np.float32).ravel(),
         code_pairs=np.stack([params.codes, up], axis=1).astype(dtype).ravel(),
         value_pairs=params.values[np.stack([params.codes, up], axis=1)].ravel(),
     )

@@ -475,7 +475,7 @@ def _fill_chances(words: Any, chances: Any) -> None:
 
 @jit
 def steps_stochastic(
-    x: Any,
+    bits: Any,
     given: Any,
     key: Any,
     out: Any,
@@ -483,28 +483,28 @@ def steps_stochastic(
     shift: Any,
     firsts: Any,
     starts: Any,
-    lower: Any,
-    inverse: Any,
+    gaps: Any,
     pairs: Any,
 ) -> None:
-    """`pairs` holds the results below and above for each segment, in turn: an index instead of a branch."""
+    """By segment, in turn: `gaps` holds the value below and one over the gap, `pairs` the results below and
+    above. An index instead of a branch."""
     buffer, chances = np.empty(STREAM_BLOCK, np.uint32), np.empty(STREAM_BLOCK, np.float32)
-    bits = x.view(np.uint32)
     for start in range(0, out.size, STREAM_BLOCK):
         stop = min(start + STREAM_BLOCK, out.size)
         words, chance = _block_words(key, given, start, stop, buffer), chances[: stop - start]
         _fill_chances(words, chance)
-        block, values, result = bits[start:stop], x[start:stop], out[start:stop]
+        block, result = bits[start:stop], out[start:stop]
         if cells.size > 0:
             for i in range(result.size):
-                s = U(cells[block[i] >> shift] + block[i]) >> shift
-                position = F(F(values[i] - lower[s]) * inverse[s])
-                result[i] = pairs[U(U(s << U(1)) + U(chance[i] < position))]
+                b = block[i]
+                s = U(U(U(cells[b >> shift] + b) >> shift) << U(1))
+                position = F(F(_as_float(I(b)) - gaps[s]) * gaps[s + U(1)])
+                result[i] = pairs[U(s + U(chance[i] < position))]
         else:
             for i in range(result.size):
-                s = _search(block[i], firsts, starts)
-                position = F(F(values[i] - lower[s]) * inverse[s])
-                result[i] = pairs[U(U(s << U(1)) + U(chance[i] < position))]
+                s = U(_search(block[i], firsts, starts) << U(1))
+                position = F(F(_as_float(I(block[i])) - gaps[s]) * gaps[s + U(1)])
+                result[i] = pairs[U(s + U(chance[i] < position))]
 
 
 @jit
