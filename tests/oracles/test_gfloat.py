@@ -15,6 +15,8 @@ from gfloat import Domain, FormatInfo, RoundMode
 from thinwire import FormatError
 from thinwire.formats import Float
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # casts of NaN and of large values
+
 WIDTHS = [
     (1, 1), (1, 2), (1, 4), (2, 0), (2, 1), (2, 2), (2, 3), (2, 5), (3, 0), (3, 1), (3, 2), (3, 3), (3, 4),
     (3, 8), (4, 0), (4, 1), (4, 2), (4, 3), (4, 7), (5, 0), (5, 1), (5, 2), (5, 3), (5, 10), (6, 1), (6, 9),

@@ -11,6 +11,8 @@ import torch
 
 from thinwire import formats
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # casts of NaN and of large values
+
 ML_DTYPES = [
     "float8_e4m3fn",
     "float8_e4m3",

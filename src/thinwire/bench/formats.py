@@ -107,15 +107,14 @@ def measure(format: Format, x: Tensor) -> list[dict[str, Any]]:
 def measure_sizes(device: str, largest: int) -> list[dict[str, Any]]:
     """`to_codes` from 1024 values up, sixteen times as many each time: the cost of a call, and its growth."""
     rows = []
-    numel = 1024
-    while numel <= largest:
+    sizes = [1024 * 16**power for power in range(6)]
+    for numel in [*(size for size in sizes if size < largest), largest]:
         x = torch.randn(numel, device=device)
         for name in SIZE_FORMATS:
             format = get(name)
             codes = torch.empty(numel, dtype=torch.uint8, device=device)
             taken = seconds(partial(format.to_codes, x, out=codes), x.device)
             rows.append({"format": name, "numel": numel, "seconds": taken})
-        numel *= 16
     return rows
 
 
