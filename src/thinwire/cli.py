@@ -237,6 +237,8 @@ def bench_formats(
         return
     for title, header, rows in bench.tables(result):
         _print_table(title, header, rows, right=tuple(range(1, len(header))))
+    for library, reason in result["absent"].items():
+        typer.echo(f"not measured: {library} ({reason})")
 
 
 def _format_row(each: dict[str, Any]) -> tuple[Any, ...]:

@@ -79,10 +79,8 @@ def test_readme_commands_exist():
         for word in words:
             if not getattr(here, "commands", None):
                 break
-            if word in here.commands:
-                here = here.commands[word]
-            else:
-                assert here is not command, line
+            assert word in here.commands, line
+            here = here.commands[word]
 
 
 def test_tables_in_the_docs_are_those_the_results_give():

@@ -2,11 +2,9 @@
 
 CPU: one thread; the measure is elements a second against a float32 copy of the same input. GPU: bytes read
 plus bytes written a second against the bandwidth of that copy. Every time is the median of several runs,
-into memory that is already there; copy and operation take turns, because machines drift.
+into memory that is already there; copy and operation take turns.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.bench import machine, peers
+from thinwire.bench import machine, peers, timing
 from thinwire.errors import InputError
 from thinwire.formats import FORMATS, Format, get
 from thinwire.kernels import code_dtype
-from thinwire.rounding import Stream
+from thinwire.rounding import Rounding, Stream
 
 STREAM = Stream(seed=1)
 OPERATIONS = ("to_codes", "from_codes", "round", "to_codes stochastic", "round stochastic")
@@ -51,7 +49,7 @@ def run(
             progress(f"{format.name} ({len(rows) // len(OPERATIONS) + 1} of {len(chosen)})")
             rows += measure(format, x)
         progress("other libraries")
-        rivals, absent = peers.measure(x, against_copy)
+        rivals, absent = peers.measure(x)
         rivals = [row for row in rivals if not names or row["format"] in names]
         progress("sizes")
         sizes = [] if names else measure_sizes(device, numel)
@@ -76,31 +74,19 @@ def measure(format: Format, x: Tensor) -> list[dict[str, Any]]:
     x = x / x.abs().max() * format.max if format.takes_scale and format.max < 1e6 else x
     codes = torch.empty(x.shape, dtype=code_dtype(format.bits), device=x.device)
     values = torch.empty_like(x)
-    stochastic = len(format.roundings) > 1
     calls: dict[str, Callable[[], Any]] = {
         "to_codes": lambda: format.to_codes(x, out=codes),
         "from_codes": lambda: format.from_codes(codes, out=values),
         "round": lambda: format.round(x, out=values),
     }
-    if stochastic:
+    if Rounding.STOCHASTIC in format.roundings:
         calls["to_codes stochastic"] = lambda: format.to_codes(x, "stochastic", STREAM, out=codes)
         calls["round stochastic"] = lambda: format.round(x, "stochastic", STREAM, out=values)
     rows = []
     for name, call in calls.items():
-        taken, copy_s = against_copy(call, x)
         nbytes = 8 if name.startswith("round") else 4 + codes.element_size()
-        rows.append(
-            {
-                "format": format.name,
-                "bits": format.bits,
-                "operation": name,
-                "seconds": taken,
-                "elements_per_s": x.numel() / taken,
-                "copy_s": copy_s,
-                "speed_ratio": copy_s / taken,
-                "bandwidth_ratio": nbytes / taken / (8 / copy_s),
-            }
-        )
+        measured = timing.against_copy(call, x, nbytes)
+        rows.append({"format": format.name, "bits": format.bits, "operation": name, **measured})
     return rows
 
 
@@ -113,60 +99,14 @@ def measure_sizes(device: str, largest: int) -> list[dict[str, Any]]:
         for name in SIZE_FORMATS:
             format = get(name)
             codes = torch.empty(numel, dtype=torch.uint8, device=device)
-            taken = seconds(partial(format.to_codes, x, out=codes), x.device)
+            taken = timing.seconds(partial(format.to_codes, x, out=codes), x.device)
             rows.append({"format": name, "numel": numel, "seconds": taken})
     return rows
 
 
-def against_copy(call: Callable[[], Any], x: Tensor) -> tuple[float, float]:
-    """Median times of a call and of a copy of x, which take turns."""
-    target = torch.empty_like(x)
-    repeats, rounds = _plan(call, x.device, 0.5)
-    times = []
-    for _ in range(rounds):
-        copy_s = _timed(lambda: target.copy_(x), x.device, 10 if x.device.type == "cuda" else 1)
-        times.append((_timed(call, x.device, repeats), copy_s))
-    taken, copied = zip(*times, strict=True)
-    return statistics.median(taken), statistics.median(copied)
-
-
-def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = 0.4) -> float:
-    """The median time of one call, after a warm-up. Short calls are timed many at a time.
-
-    On a GPU at least ten follow one another, so that its clock measures its work; calls shorter than a
-    launch still take the time of a launch.
-    """
-    repeats, rounds = _plan(call, device, budget_s)
-    return statistics.median(_timed(call, device, repeats) for _ in range(rounds))
-
-
-def _plan(call: Callable[[], Any], device: torch.device, budget_s: float) -> tuple[int, int]:
-    """After a warm-up: how many calls to time at once, and how often."""
-    call()
-    call()
-    once = _timed(call, device, 1)
-    repeats = max(10 if device.type == "cuda" else 1, int(2e-4 / max(once, 1e-7)))
-    return repeats, min(25, max(5, int(budget_s / max(once * repeats, 1e-6))))
-
-
-def _timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000 / repeats
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - begin) / repeats
-
-
 def _copy_s(x: Tensor) -> float:
     target = torch.empty_like(x)
-    return seconds(lambda: target.copy_(x), x.device)
+    return timing.seconds(lambda: target.copy_(x), x.device)
 
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
@@ -176,7 +116,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """The record as tables: formats, other libraries, sizes."""
     on_gpu = result["device"].startswith("cuda")
     ratio, unit = ("bandwidth_ratio", "of copy bandwidth") if on_gpu else ("speed_ratio", "of copy speed")
-    millions = result["numel"] >> 20
+    numel = result["numel"]
+    size = f"{numel >> 20}M" if numel >= 1 << 20 else f"{numel:,}"
     cells = {(row["format"], row["operation"]): f"{row[ratio]:.2f}" for row in result["rows"]}
     names = dict.fromkeys((row["format"], str(row["bits"])) for row in result["rows"])
     copy = (
@@ -185,7 +126,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
         else f"{result['copy_elements_per_s'] / 1e9:.2f} G values/s"
     )
     speeds: Table = (
-        f"{result['device']}, {millions}M values, {unit} (copy: {copy})",
+        f"{result['device']}, {size} values, {unit} (copy: {copy})",
         ("format", "bits", *OPERATIONS),
         [(name, bits, *(cells.get((name, op), "-") for op in OPERATIONS)) for name, bits in names],
     )

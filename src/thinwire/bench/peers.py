@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.bench import timing
 from thinwire.formats import get
 from thinwire.kernels import reference
 
@@ -25,38 +26,22 @@ TORCH_DTYPES = {
 }
 REFERENCE = ("float8_e4m3fn", "int8", "posit8_1", "dynamic_tree")
 
-Call = Callable[[], Any]
-Case = tuple[str, str, Call]  # format, operation, what to time
+Case = tuple[str, str, timing.Call]  # format, operation, what to time
 
 
-def measure(
-    x: Tensor, against_copy: Callable[[Call, Tensor], tuple[float, float]]
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows like those of the formats, and why some libraries have none."""
+def measure(x: Tensor) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows like those of the formats, and why some libraries have none or not all."""
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for library, cases in PEERS.items():
         try:
             for format, operation, call in cases(x):
-                taken, copy_s = against_copy(call, x)
-                nbytes = (
-                    8
-                    if operation.startswith("round")
-                    else 4 + reference.code_dtype(get(format).bits).itemsize
-                )
-                rows.append(
-                    {
-                        "library": library,
-                        "format": format,
-                        "operation": operation,
-                        "seconds": taken,
-                        "elements_per_s": x.numel() / taken,
-                        "speed_ratio": copy_s / taken,
-                        "bandwidth_ratio": nbytes / taken / (8 / copy_s),
-                    }
-                )
+                width = reference.code_dtype(get(format).bits).itemsize
+                nbytes = 8 if operation.startswith("round") else 4 + width
+                measured = timing.against_copy(call, x, nbytes)
+                rows.append({"library": library, "format": format, "operation": operation, **measured})
         except (ImportError, NotImplementedError, RuntimeError, OSError) as error:
-            absent[library] = str(error).splitlines()[0]
+            absent[library] = str(error).splitlines()[0]  # theirs to fail; the listing says so
     return sorted(rows, key=lambda row: (row["format"], row["operation"])), absent
 
 
@@ -81,7 +66,7 @@ def eager_reference(x: Tensor) -> list[Case]:
     return cases
 
 
-def _sixteen(call: Call) -> Call:
+def _sixteen(call: timing.Call) -> timing.Call:
     def sixteen_times() -> None:
         for _ in range(16):
             call()
