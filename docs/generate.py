@@ -4,19 +4,28 @@ A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
 
 import argparse
+import inspect
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench import formats as bench
+from thinwire import codecs, zoo
+from thinwire.bench import codecs as codec_bench
+from thinwire.bench import formats as format_bench
+from thinwire.cli.codecs import STUDY_NETS
+from thinwire.codecs import CODECS, footprint
+from thinwire.codecs import describe as codec_facts
 from thinwire.formats import FORMATS
 from thinwire.formats.describe import describe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 #: What the README shows of the benchmark; docs/benchmarks.md has all of it.
+SHOWN_CODECS = (
+    "int8/256", "int4/128", "e4m3fn/128", "tree8/4096", "nf4/64", "mxfp4", "qsgd4/512", "onebit/64+ef",
+)  # fmt: skip
 SHOWN = ("float8_e4m3fn", "float8_e5m2", "int8", "posit8_1", "dynamic_tree", "bnb_dynamic", "nf4")
 
 
@@ -34,8 +43,49 @@ def format_list() -> str:
     return table(["name", "bits", "values", "largest", "smallest", "NaN, infinities, -0"], rows)
 
 
-def result(device: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"formats-{device}.json").read_text())
+def codec_list() -> str:
+    rows = []
+    for each in map(codec_facts.describe, CODECS.values()):
+        marks = [name for name, key in (("unbiased", "unbiased"), ("random", "needs_rng")) if each[key]]
+        marks += ["zeros do not stay zero"] * (not each["keeps_zeros"])
+        marks += ["ranks agree on its scale first"] * bool(each["needs_agreement"])
+        size = [f"{each['bits_per_element']:.3f}", f"{each['ratio']:.2f}"]
+        rows.append([f"`{each['spec']}`", *size, ", ".join(marks), each["nonfinite"]])
+    return table(["spec", "bits/element", "smaller by", "notes", "NaN and infinities"], rows)
+
+
+#: For every class of codecs, the wires that are drawn.
+DRAWN = {
+    "Cast": ["fp16"],
+    "Block": ["int8/256", "int4/128", "mxfp4", "mxfp6", "nvfp4", "aps/e5m2"],
+    "MaxMin": ["maxmin4/1024"],
+    "OneBit": ["onebit/64", "sign/512"],
+    "OneBitColumn": ["onebit/column"],
+    "TopK": ["topk/0.01", "topk/0.01~int8/256"],
+    "MSTopK": ["mstopk/0.01"],
+    "RandomK": ["randomk/0.01"],
+    "Threshold": ["threshold/0.001~cap0.1"],
+    "DctTopK": ["dct/64:8"],
+}
+
+
+def wire_formats() -> str:
+    parts = []
+    for name, specs in DRAWN.items():
+        kind = getattr(codecs, name)
+        text = inspect.cleandoc(kind.__doc__).split(">>>")[0].strip()
+        if "Wire:" not in text:
+            module = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
+            text = module
+        parts.append(f"## {name}\n\n" + text)
+        for spec in specs:
+            drawing = "\n".join(codec_facts.draw(codecs.get(spec), 4096))
+            parts.append(f"`{spec}`, 4096 elements:\n\n```\n{drawing}\n```")
+    return "\n\n".join(parts)
+
+
+def result(kind: str, device: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{kind}-{device}.json").read_text())
 
 
 def where(record: dict[str, Any]) -> str:
@@ -48,16 +98,17 @@ def speed_summary() -> str:
     parts = []
     units = {"cpu": "elements/s, as a share of a float32 copy", "cuda": "bytes/s, as a share of that copy"}
     for device, unit in units.items():
-        record = result(device)
-        (title, header, rows), *_ = bench.tables(record)
+        record = result("formats", device)
+        (title, header, rows), *_ = format_bench.tables(record)
         del title
         shown = [[f"`{row[0]}`", *row[2:]] for row in rows if row[0] in SHOWN]
         parts.append(f"{where(record)}; {unit}:\n\n" + table(["format", *header[2:]], shown))
     return "\n\n".join(parts)
 
 
-def speed_tables(device: str) -> str:
-    record = result(device)
+def speed_tables(kind: str, device: str) -> str:
+    record = result(kind, device)
+    bench = {"formats": format_bench, "codecs": codec_bench}[kind]
     parts = [where(record) + "."]
     for title, header, rows in bench.tables(record):
         parts.append(f"### {title}\n\n" + table(list(header), [[f"`{row[0]}`", *row[1:]] for row in rows]))
@@ -67,11 +118,38 @@ def speed_tables(device: str) -> str:
     return "\n\n".join(parts)
 
 
+def byte_table() -> str:
+    rows = []
+    for name in STUDY_NETS:
+        shapes = zoo.shapes(name)
+        found = [footprint.footprint(shapes, codecs.get(spec)) for spec in footprint.STUDY.values()]
+        cells = [f"{each['wire_nbytes'] / 1e6:.1f}" for each in found]
+        rows.append([f"`{name}`", f"{found[0]['params'] / 1e6:.2f}M", *cells])
+    return table(["network", "parameters", *(f"{name} MB" for name in footprint.STUDY)], rows)
+
+
+def codec_summary() -> str:
+    parts = []
+    units = {"cpu": "elements/s, as a share of a float32 copy", "cuda": "bytes/s, as a share of that copy"}
+    for device, unit in units.items():
+        record = result("codecs", device)
+        (_, header, rows), *_ = codec_bench.tables(record)
+        shown = [[f"`{row[0]}`", *row[1:]] for row in rows if row[0] in SHOWN_CODECS]
+        parts.append(f"{where(record)}; {unit}:\n\n" + table(list(header), shown))
+    return "\n\n".join(parts)
+
+
 PARTS = {
     "formats": format_list,
     "speed": speed_summary,
-    "speed-cpu": lambda: speed_tables("cpu"),
-    "speed-cuda": lambda: speed_tables("cuda"),
+    "speed-cpu": lambda: speed_tables("formats", "cpu"),
+    "speed-cuda": lambda: speed_tables("formats", "cuda"),
+    "codecs": codec_list,
+    "wires": wire_formats,
+    "bytes": byte_table,
+    "codec-speed": codec_summary,
+    "codec-speed-cpu": lambda: speed_tables("codecs", "cpu"),
+    "codec-speed-cuda": lambda: speed_tables("codecs", "cuda"),
 }
 
 

@@ -4,6 +4,7 @@ A test takes the fixture `probes`, a function from a format to a float32 tensor.
 """
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,17 @@ SPECIAL_PATTERNS = np.array(
     ],
     dtype=np.uint32,
 )  # fmt: skip
+
+
+KERNELS = Path(__file__).parents[1] / "src" / "thinwire" / "kernels"
+
+
+def pytest_configure():
+    """Drop compiled loops that are older than any of their sources: Numba looks at a loop's own file only."""
+    changed = max(path.stat().st_mtime for path in KERNELS.glob("*loops.py"))
+    for path in KERNELS.glob("__pycache__/*.nb[ic]"):
+        if path.stat().st_mtime < changed:
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire import codecs as codecs
     from thinwire import formats as formats
+    from thinwire import zoo as zoo
+    from thinwire.channel import Channel as Channel
+    from thinwire.errors import (
+        CodecError as CodecError,
+    )
     from thinwire.errors import (
         FormatError as FormatError,
     )
@@ -21,7 +27,13 @@ if TYPE_CHECKING:
         ThinwireError as ThinwireError,
     )
     from thinwire.errors import (
+        UnknownCodecError as UnknownCodecError,
+    )
+    from thinwire.errors import (
         UnknownFormatError as UnknownFormatError,
+    )
+    from thinwire.errors import (
+        WireError as WireError,
     )
     from thinwire.rounding import Rounding as Rounding
     from thinwire.rounding import Stream as Stream
@@ -29,33 +41,44 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Channel",
+    "CodecError",
     "FormatError",
     "InputError",
     "MissingDependencyError",
     "Rounding",
     "Stream",
     "ThinwireError",
+    "UnknownCodecError",
     "UnknownFormatError",
+    "WireError",
     "__version__",
+    "codecs",
     "formats",
+    "zoo",
 ]
 
+_MODULES = ("codecs", "formats", "zoo")
 _HOMES = {
+    "Channel": "thinwire.channel",
+    "CodecError": "thinwire.errors",
     "FormatError": "thinwire.errors",
     "InputError": "thinwire.errors",
     "MissingDependencyError": "thinwire.errors",
     "Rounding": "thinwire.rounding",
     "Stream": "thinwire.rounding",
     "ThinwireError": "thinwire.errors",
+    "UnknownCodecError": "thinwire.errors",
     "UnknownFormatError": "thinwire.errors",
+    "WireError": "thinwire.errors",
 }
 
 
 if not TYPE_CHECKING:  # a checker sees the imports above and can tell a typo
 
     def __getattr__(name: str) -> Any:
-        if name == "formats":
-            return importlib.import_module("thinwire.formats")
+        if name in _MODULES:
+            return importlib.import_module(f"thinwire.{name}")
         if name in _HOMES:
             return getattr(importlib.import_module(_HOMES[name]), name)
         raise AttributeError(f"module 'thinwire' has no attribute '{name}'")

@@ -3,6 +3,9 @@
     ThinwireError
     ├── FormatError             (ValueError)   a format that cannot exist, or cannot do what was asked
     │   └── UnknownFormatError                 a name that no format has; near names are listed
+    ├── CodecError              (ValueError)   a codec that cannot exist, or cannot do what was asked
+    │   └── UnknownCodecError                  a spec that does not parse; says where and what would
+    ├── WireError               (ValueError)   bytes that are no wire of this codec and length
     ├── InputError              (TypeError)    a tensor of the wrong dtype, device or shape
     └── MissingDependencyError  (ImportError)  an optional package is absent; says which extra to install
 
@@ -20,6 +23,18 @@ class FormatError(ThinwireError, ValueError):
 
 class UnknownFormatError(FormatError):
     """No format has this name."""
+
+
+class CodecError(ThinwireError, ValueError):
+    """The parameters describe no codec, or the codec cannot do what was asked."""
+
+
+class UnknownCodecError(CodecError):
+    """No codec has this spec."""
+
+
+class WireError(ThinwireError, ValueError):
+    """Bytes that are no wire of this codec and element count."""
 
 
 class InputError(ThinwireError, TypeError):

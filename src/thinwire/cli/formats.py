@@ -1,30 +1,16 @@
-"""The command line: verbs only, each calls one function of the library and prints what it returns.
+"""The verbs of `thinwire formats`."""
 
-Torch is imported inside the verbs that need it, so that `thinwire --help` answers at once.
-"""
-
-import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from thinwire import __version__
-from thinwire.errors import MissingDependencyError, ThinwireError
+from thinwire.cli.output import Json, Plot, RoundingName, print_json, print_table
+from thinwire.errors import MissingDependencyError
 
-if TYPE_CHECKING:
-    pass
-
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
-formats_app = typer.Typer(help="Number formats: list, show, measure, try out.", invoke_without_command=True)
-bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
-app.add_typer(formats_app, name="formats")
-app.add_typer(bench_app, name="bench")
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw into this .png or .svg file.")]
-RoundingName = Annotated[str, typer.Option(help="nearest, away, zero, up, down or stochastic.")]
+app = typer.Typer(help="Number formats: list, show, measure, try out.", invoke_without_command=True)
 
 METRICS = {
     "relative": "mean relative error (%)",
@@ -36,44 +22,7 @@ METRICS = {
 TOUR = ("float8_e4m3fn", "float8_e5m2", "int8", "posit8_1", "dynamic_tree", "nf4", "float4_e2m1fn")
 
 
-def main() -> None:
-    """Run the command line; errors that thinwire raises on purpose are one line, not a traceback."""
-    try:
-        app()
-    except ThinwireError as error:
-        typer.secho(f"thinwire: {error}", fg="red", err=True)
-        raise SystemExit(2) from None
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"thinwire {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def root(
-    _version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Low-precision communication for distributed deep learning in PyTorch."""
-
-
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """What is installed, which kernels are active, and why one is not."""
-    from thinwire.bench import machine
-
-    found = machine.describe()
-    if as_json:
-        _print_json(found)
-        return
-    rows = [(f"{group} {name}", value) for group, entries in found.items() for name, value in entries.items()]
-    _print_table("thinwire doctor", ("what", "found"), rows)
-
-
-@formats_app.callback()
 def formats_list(context: typer.Context, as_json: Json = False) -> None:
     """List every named format."""
     if context.invoked_subcommand:
@@ -82,15 +31,15 @@ def formats_list(context: typer.Context, as_json: Json = False) -> None:
 
     described = [describe.describe(format) for format in FORMATS.values()]
     if as_json:
-        _print_json(described)
+        print_json(described)
         return
     rows = [_format_row(each) for each in described]
     header = ("name", "bits", "levels", "max", "smallest", "levels/decade", "specials")
-    _print_table("formats", header, rows, right=(1, 2, 3, 4, 5))
+    print_table("formats", header, rows, right=(1, 2, 3, 4, 5))
     typer.echo(f"also by parameters: {', '.join(PATTERNS)}    levels/decade: where they are densest")
 
 
-@formats_app.command("show")
+@app.command("show")
 def formats_show(name: str, as_json: Json = False, plot: Plot = None) -> None:
     """Show one format: its facts, its number line and its values."""
     from thinwire.formats import describe, get, picture
@@ -101,9 +50,9 @@ def formats_show(name: str, as_json: Json = False, plot: Plot = None) -> None:
         picture.plot([format], plot)
     if as_json:
         table = describe.code_table(format) if format.bits <= 16 else None
-        _print_json({**facts, "codes": table})
+        print_json({**facts, "codes": table})
         return
-    _print_table(format.name, ("what", "value"), [(key, _number(value)) for key, value in facts.items()])
+    print_table(format.name, ("what", "value"), [(key, _number(value)) for key, value in facts.items()])
     if format.bits <= 16:
         typer.echo("positive values, denser is higher:")
         for line in picture.number_line(format):
@@ -115,7 +64,7 @@ def formats_show(name: str, as_json: Json = False, plot: Plot = None) -> None:
         typer.echo(f"plot: {plot}")
 
 
-@formats_app.command("round", context_settings={"ignore_unknown_options": True})
+@app.command("round", context_settings={"ignore_unknown_options": True})
 def formats_round(
     name: str,
     values: Annotated[list[str], typer.Argument(help="Numbers; negative ones, inf and nan work.")],
@@ -128,7 +77,7 @@ def formats_round(
 
     report = describe.round_report(get(name), [_parse(value) for value in values], rounding, seed)
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     rows = [
         (
@@ -141,10 +90,10 @@ def formats_round(
         )
         for row in report
     ]
-    _print_table(name, ("float32", "value", "hex", "binary", "error", "relative"), rows, right=(0, 1, 4, 5))
+    print_table(name, ("float32", "value", "hex", "binary", "error", "relative"), rows, right=(0, 1, 4, 5))
 
 
-@formats_app.command("error")
+@app.command("error")
 def formats_error(
     names: Annotated[list[str] | None, typer.Argument(help="Formats; without any, all of 8 bits.")] = None,
     file: Annotated[Path | None, typer.Option(help="Your own numbers: a .npy or .pt file.")] = None,
@@ -174,12 +123,12 @@ def formats_error(
         data = {name: accuracy.sample(name, samples, seed) for name in accuracy.DISTRIBUTIONS}
     table = accuracy.error_table(chosen, data, rounding, seed)
     if as_json:
-        _print_json(table)
+        print_json(table)
         return
     _print_error_table(table, list(data), metric)
 
 
-@formats_app.command("tour")
+@app.command("tour")
 def formats_tour(plot: Plot = Path("formats.png")) -> None:
     """A short tour that ends with a picture and a table: what `make demo` runs."""
     from thinwire.formats import FORMATS, accuracy, describe, get, picture
@@ -188,7 +137,7 @@ def formats_tour(plot: Plot = Path("formats.png")) -> None:
     typer.secho(f"thinwire {__version__}: {len(FORMATS)} number formats, one interface\n", bold=True)
     typer.echo("One number, 0.3, as it is, in a few of them:")
     rows = [(f.name, f.bits, *_rounded(describe.round_report(f, [0.3])[0])) for f in chosen]
-    _print_table("", ("format", "bits", "becomes", "code", "error"), rows, right=(1, 2, 4))
+    print_table("", ("format", "bits", "becomes", "code", "error"), rows, right=(1, 2, 4))
     typer.echo("\nWhere their positive values lie, from the smallest to the largest:")
     for format in chosen:
         line, ends = picture.number_line(format)
@@ -205,40 +154,6 @@ def formats_tour(plot: Plot = Path("formats.png")) -> None:
         except MissingDependencyError as error:
             typer.echo(f"\nNo picture: {error}")
     typer.echo("Next: thinwire formats | thinwire formats show posit8_1 | thinwire formats round e4m3 0.3")
-
-
-@bench_app.command("formats")
-def bench_formats(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    numel: Annotated[
-        int | None, typer.Option(help="Values; 16M on a CPU and 256M on a GPU if not given.", min=1024)
-    ] = None,
-    names: Annotated[list[str] | None, typer.Option("--format", help="Only these formats.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the results as JSON into this folder.")] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Speed of every format beside a plain copy and beside other libraries; about three minutes on a CPU."""
-    from rich.console import Console
-
-    from thinwire.bench import formats as bench
-    from thinwire.bench import machine
-
-    console = Console(stderr=True)
-    with console.status("warming up") as status:
-        progress = status.update if console.is_terminal else console.print
-        result = bench.run(device, numel, names, progress)
-    result["commit"] = commit or result["commit"]
-    if save:
-        path = machine.save(result, save, f"formats-{device}")
-        console.print(f"saved {path}")
-    if as_json:
-        _print_json(result)
-        return
-    for title, header, rows in bench.tables(result):
-        _print_table(title, header, rows, right=tuple(range(1, len(header))))
-    for library, reason in result["absent"].items():
-        typer.echo(f"not measured: {library} ({reason})")
 
 
 def _format_row(each: dict[str, Any]) -> tuple[Any, ...]:
@@ -268,7 +183,7 @@ def _print_error_table(table: list[dict[str, Any]], data: list[str], metric: str
         (name, *(_cell(cells.get((name, column)), percent) for column in data))
         for name in dict.fromkeys(row["format"] for row in table)
     ]
-    _print_table(METRICS[metric], ("format", *data), rows, right=tuple(range(1, len(data) + 1)))
+    print_table(METRICS[metric], ("format", *data), rows, right=tuple(range(1, len(data) + 1)))
 
 
 def _cell(value: float | None, percent: bool) -> str:
@@ -288,33 +203,3 @@ def _parse(text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"'{text}' is not a number") from None
-
-
-def _print_table(title: str, header: tuple[str, ...], rows: list[Any], right: tuple[int, ...] = ()) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(header):
-        table.add_column(column, justify="right" if number in right else "left", no_wrap=number == 0)
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    console = Console()
-    width = console.width if console.is_terminal else 160
-    Console(width=max(width, 110)).print(table)  # a narrower terminal wraps; numbers are never cut
-
-
-def _print_json(data: Any) -> None:
-    """Strict JSON: infinities and NaN become strings, which every parser reads."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(value)
-        return value
-
-    typer.echo(json.dumps(plain(data), indent=2, allow_nan=False))

@@ -4,6 +4,8 @@
 decides which of them serves a tensor, and says why one does not.
 """
 
+import functools
+import importlib
 import importlib.util
 from types import ModuleType
 
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import InputError, MissingDependencyError
-from thinwire.kernels.params import Params
+from thinwire.kernels.onebit_reference import SignPlan
+from thinwire.kernels.params import BlockParams, Params, WirePlan
 from thinwire.kernels.reference import Key, code_dtype, stream_words
 
 __all__ = ["Key", "available", "code_dtype", "from_codes", "round", "stream_words", "to_codes"]
@@ -39,6 +42,49 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
         _backend(codes.device).from_codes(params, codes, out)
 
 
+def block_encode(
+    p: BlockParams,
+    x: Tensor,
+    wire: Tensor,
+    plan: WirePlan,
+    key: Key | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
+    _blocks(x.device).encode(p, x, wire, plan, key, residual)
+
+
+def block_decode(
+    p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool
+) -> None:
+    """Wires into rows, or added to them; the weight goes into the scales."""
+    _blocks(wire.device).decode(p, wire, out, plan, weight, add=add)
+
+
+def block_reduce(
+    p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None = None
+) -> None:
+    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    _blocks(wires.device).reduce(p, wires, out, plan, weight, key)
+
+
+def magnitudes(x: Tensor, block: int) -> Tensor:
+    """The largest magnitude of each block of float32 rows, as an int32 pattern; NaN is the largest of all."""
+    return _blocks(x.device).magnitudes(x, block)
+
+
+def onebit_encode(
+    x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None = None
+) -> None:
+    """Rows into wires of one bit to an element; see `onebit_reference.encode`."""
+    _blocks(x.device).onebit_encode(x, wire, plan, threshold, residual)
+
+
+def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
+    """The way back, or added to what is there."""
+    _blocks(wire.device).onebit_decode(wire, out, plan, weight, add=add)
+
+
 def reads(device: torch.device) -> tuple[torch.dtype, ...]:
     """The input dtypes a device's kernels read without a conversion before the launch."""
     if device.type == "cuda":
@@ -58,16 +104,22 @@ def available() -> dict[str, str]:
 
 
 def _backend(device: torch.device) -> ModuleType:
-    if device.type == "cpu":
-        from thinwire.kernels import cpu
+    return _module("cpu", "cuda", device)
 
-        return cpu
+
+def _blocks(device: torch.device) -> ModuleType:
+    return _module("block_cpu", "block_cuda", device)
+
+
+@functools.cache
+def _module(cpu: str, cuda: str, device: torch.device) -> ModuleType:
+    if device.type == "cpu":
+        return importlib.import_module(f"thinwire.kernels.{cpu}")
     if device.type == "cuda":
         try:
-            from thinwire.kernels import cuda
+            return importlib.import_module(f"thinwire.kernels.{cuda}")
         except ImportError as error:
             raise MissingDependencyError(
                 f"CUDA tensors need triton, which failed to import: {error}"
             ) from None
-        return cuda
     raise InputError(f"no kernel for device '{device}'; use cpu, cuda or meta")

@@ -1,10 +1,10 @@
 """The kernels on the CPU: choose a loop and its tables, spread it over torch's threads."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -46,7 +46,7 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
     """Values of flat, contiguous codes into `out`."""
     source, target = codes.numpy(), out.numpy()
     if isinstance(params, GridParams):
-        pad, back = np.int32(32 - params.bits), np.float32(2.0**-params.frac_bits)
+        pad, back = np.int32(params.pad), np.float32(2.0**-params.frac_bits)
         _spread(out.numel(), lambda s, _: loops.grid_values(source[s], target[s], pad, back))
     elif isinstance(params, FloatParams) and params.bits > 8:
         wide = source.view(np.int32) if params.bits > 16 else source
@@ -195,13 +195,23 @@ def _part(random: Random, s: slice, start: int) -> tuple[Array, tuple[np.uint64,
 
 def _spread(numel: int, loop: Loop) -> None:
     """Run a loop over all elements, on as many threads as torch uses if there is enough work."""
-    threads = min(torch.get_num_threads(), numel // THREAD_NUMEL)
-    if threads <= 1:
+    count = threads(numel)
+    if count <= 1:
         loop(slice(0, numel), 0)
         return
-    step = -(-numel // (threads * STREAM_BLOCK)) * STREAM_BLOCK
-    starts = range(0, numel, step)
-    for done in [_pool(threads, os.getpid()).submit(loop, slice(i, min(i + step, numel)), i) for i in starts]:
+    step = -(-numel // (count * STREAM_BLOCK)) * STREAM_BLOCK
+    run_all([partial(loop, slice(i, min(i + step, numel)), i) for i in range(0, numel, step)])
+
+
+def threads(numel: int) -> int:
+    """How many threads so many elements are worth, at most torch's number; 0 and 1 mean this one."""
+    return min(torch.get_num_threads(), numel // THREAD_NUMEL)
+
+
+def run_all(calls: Sequence[Callable[[], Any]]) -> None:
+    """Run calls at the same time, each on a thread of its own."""
+    pool = _pool(len(calls), os.getpid())
+    for done in [pool.submit(call) for call in calls]:
         done.result()
 
 

@@ -41,7 +41,7 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
     """Values of flat, contiguous codes into `out`."""
     if isinstance(params, GridParams):
         step = 2.0**-params.frac_bits
-        _launch(programs.grid_values_kernel, out, codes, out, out.numel(), 32 - params.bits, step)
+        _launch(programs.grid_values_kernel, out, codes, out, out.numel(), params.pad, step)
     elif isinstance(params, FloatParams) and params.bits > 8:
         man, low, max_code, sign, _, negative_zero, *_, inf_code = (int(n) for n in params.scalars)
         scalars = (man, low, max_code, sign, negative_zero, inf_code)

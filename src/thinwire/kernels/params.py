@@ -107,12 +107,17 @@ class FloatParams:
 
 @dataclass(frozen=True)
 class GridParams:
-    """Two's complement integers from `low` to `high`, in units of 2**-frac_bits."""
+    """Integers from `low` to `high` in two's complement (unsigned from zero), in units of 2**-frac_bits."""
 
     bits: int
     frac_bits: int
-    low: int
+    low: int  #: 0: codes are unsigned
     high: int
+
+    @property
+    def pad(self) -> int:
+        """Bits to shift a code up and down again, which brings its sign into place."""
+        return 32 - self.bits if self.low < 0 else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,3 +177,61 @@ class StepsParams:
 
 
 Params: TypeAlias = FloatParams | GridParams | StepsParams
+
+
+# Blocks: many elements that share a scale
+
+ABSMAX, POW2_CEIL, POW2_FLOOR, FILLED, MINMAX = range(5)  # how a block's scale is found
+FLOAT32, BFLOAT16, E8M0, E4M3 = range(4)  # how it is stored
+SCALE_NBYTES = (4, 2, 1, 1)
+GROUP = 64  # codes are packed this many at a time
+
+
+@dataclass(frozen=True, eq=False)
+class BlockParams:
+    """How a block codec works: its elements' format, its blocks, its scales."""
+
+    element: Params  #: for `mode`; saturating
+    mode: int
+    block: int  #: elements that share a scale, a power of two; 0: all of a row
+    rule: int  #: ABSMAX ... ; FILLED: the scales are already in the wire; MINMAX: a base as well
+    limit: float  #: what a block's largest magnitude is mapped to
+    store: int = FLOAT32  #: E4M3: with one more factor for the whole row, kept as float32
+
+    @property
+    def affine(self) -> bool:
+        return self.rule == MINMAX
+
+    def blocks(self, numel: int) -> int:
+        return -(-numel // self.block) if self.block else min(numel, 1)
+
+
+@dataclass(frozen=True)
+class WirePlan:
+    """Where things lie in the wire of one row; offsets in bytes."""
+
+    numel: int
+    nbytes: int
+    scales_at: int  #: codes are at 0
+    extra_at: int  #: bases of MINMAX, or the row's factor of E4M3; else unused
+    tag: int  #: the last four bytes
+
+
+def components(bits: int) -> tuple[int, ...]:
+    """A code's bits in powers of two, lowest part first; each part is packed on its own.
+
+    >>> components(6), components(8), components(21)
+    ((4, 2), (8,), (16, 4, 1))
+    """
+    return tuple(part for part in (32, 16, 8, 4, 2, 1) if bits & part)
+
+
+def packed_nbytes(numel: int, bits: int) -> int:
+    """Bytes of packed codes: whole groups of 64 under a byte, whole words from there on."""
+    return sum(_part_nbytes(numel, part) for part in components(bits))
+
+
+def _part_nbytes(numel: int, part: int) -> int:
+    if part < 8:
+        return -(-numel // GROUP) * GROUP * part // 8
+    return -(-numel * part // 32) * 4

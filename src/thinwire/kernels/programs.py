@@ -177,12 +177,9 @@ def _float_value(code, man, low, max_code, sign, negative_zero, inf_code, FLUSH:
 
 
 @triton.jit
-def _float_one(
-    x, out, at, left, word, values, p, MODE: tl.constexpr, FLUSH: tl.constexpr, QUICK: tl.constexpr, SPECIALS: tl.constexpr,
-    CODES: tl.constexpr, SMALL: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+def _float_code(b, word, p, MODE: tl.constexpr, FLUSH: tl.constexpr, QUICK: tl.constexpr, SPECIALS: tl.constexpr):
+    """The codes of float32 patterns."""
     man, low, max_code, sign, negative_zero, over_pos, over_neg, inf_pos, inf_neg, nan_pos, nan_neg, inf_code = p
-    b = _pattern(x, at, left, FULL)
     u = b & 0x7FFFFFFF
     magnitude = _float_magnitude(b, word, man, low, MODE, FLUSH, QUICK)
     signs = (b >> 31) & sign
@@ -201,6 +198,16 @@ def _float_one(
         code = tl.where(magnitude > max_code, tl.where(negative, over_neg, over_pos), code)
         code = tl.where(u == _INFINITY, tl.where(negative, inf_neg, inf_pos), code)
         code = tl.where(u > _INFINITY, tl.where(negative, nan_neg, nan_pos), code)
+    return code
+
+
+@triton.jit
+def _float_one(
+    x, out, at, left, word, values, p, MODE: tl.constexpr, FLUSH: tl.constexpr, QUICK: tl.constexpr, SPECIALS: tl.constexpr,
+    CODES: tl.constexpr, SMALL: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    man, low, max_code, sign, negative_zero, over_pos, over_neg, inf_pos, inf_neg, nan_pos, nan_neg, inf_code = p
+    code = _float_code(_pattern(x, at, left, FULL), word, p, MODE, FLUSH, QUICK, SPECIALS)
     if CODES:
         _write(out, at, left, code, FULL)
     elif SMALL:
@@ -270,11 +277,8 @@ def float_values_kernel(
 
 
 @triton.jit
-def _grid_one(
-    x, out, at, left, word, p, MODE: tl.constexpr, CODES: tl.constexpr, FULL: tl.constexpr
-):
-    scale, low, high, step, mask = p
-    value = _read(x, at, left, FULL).to(tl.float32)
+def _grid_round(value, word, scale, low, high, MODE: tl.constexpr):
+    """Whole steps as floats; NaN is zero."""
     steps = tl.minimum(tl.maximum(value * scale, low - 1.0), high + 1.0)
     size = tl.abs(steps)
     whole = tl.floor(size)
@@ -294,7 +298,15 @@ def _grid_one(
         up = _chance(word) < rest
     size = whole + up.to(tl.float32)
     signed = tl.minimum(tl.maximum(tl.where(steps < 0.0, -size, size), low), high)
-    signed = tl.where(value == value, signed + 0.0, 0.0)
+    return tl.where(value == value, signed + 0.0, 0.0)
+
+
+@triton.jit
+def _grid_one(
+    x, out, at, left, word, p, MODE: tl.constexpr, CODES: tl.constexpr, FULL: tl.constexpr
+):
+    scale, low, high, step, mask = p
+    signed = _grid_round(_read(x, at, left, FULL).to(tl.float32), word, scale, low, high, MODE)
     if CODES:
         _write(out, at, left, signed.to(tl.int32) & mask, FULL)
     else:
@@ -365,14 +377,10 @@ def _segment(b, index, starts, shift, SEARCH: tl.constexpr):
 
 
 @triton.jit
-def _steps_one(
-    x, out, at, left, word, tables, shift, SEARCH: tl.constexpr, STOCHASTIC: tl.constexpr, CODES: tl.constexpr,
-    FULL: tl.constexpr,
-):  # fmt: skip
+def _steps_result(b, word, tables, shift, SEARCH: tl.constexpr, STOCHASTIC: tl.constexpr, CODES: tl.constexpr):
     """`table` holds codes or values by segment; with chance, `pairs` holds value and inverse gap, and `table`
     the value above, or both codes, the one above in the upper half."""
     index, starts, table, pairs = tables
-    b = _pattern(x, at, left, FULL)
     value = b.to(tl.float32, bitcast=True)
     segment = _segment(b.to(tl.uint32, bitcast=True), index, starts, shift, SEARCH)
     result = tl.load(table + segment)
@@ -386,6 +394,15 @@ def _steps_one(
             result = tl.where(up, result >> half, result & ((1 << half) - 1))
         else:
             result = tl.where(up, result, lower)
+    return result
+
+
+@triton.jit
+def _steps_one(
+    x, out, at, left, word, tables, shift, SEARCH: tl.constexpr, STOCHASTIC: tl.constexpr, CODES: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    result = _steps_result(_pattern(x, at, left, FULL), word, tables, shift, SEARCH, STOCHASTIC, CODES)
     _write(out, at, left, result, FULL)
 
 

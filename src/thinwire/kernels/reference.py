@@ -56,8 +56,8 @@ def from_codes(params: Params, codes: Tensor) -> Tensor:
     if isinstance(params, FloatParams):
         return _float_values(params, wide)
     if isinstance(params, GridParams):
-        half = 1 << (params.bits - 1)
-        return (((wide + half) % (2 * half)) - half).float() * 2.0**-params.frac_bits
+        half = 1 << (params.bits - 1) if params.low < 0 else 0
+        return (((wide + half) % (1 << params.bits)) - half).float() * 2.0**-params.frac_bits
     return torch.from_numpy(params.values).to(codes.device)[wide]
 
 

@@ -1,0 +1,56 @@
+"""The command line: verbs only, each calls one function of the library and prints what it returns.
+
+Torch is imported inside the verbs that need it, so that `thinwire --help` answers at once.
+"""
+
+from typing import Annotated
+
+import typer
+
+from thinwire import __version__
+from thinwire.cli import bench, codecs, formats
+from thinwire.cli.output import Json, print_json, print_table
+from thinwire.errors import ThinwireError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app.add_typer(formats.app, name="formats")
+app.add_typer(codecs.app, name="codecs")
+app.command("bytes")(codecs.print_bytes)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Run the command line; errors that thinwire raises on purpose are one line, not a traceback."""
+    try:
+        app()
+    except ThinwireError as error:
+        typer.secho(f"thinwire: {error}", fg="red", err=True)
+        raise SystemExit(2) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"thinwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Low-precision communication for distributed deep learning in PyTorch."""
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What is installed, which kernels are active, and why one is not."""
+    from thinwire.bench import machine
+
+    found = machine.describe()
+    if as_json:
+        print_json(found)
+        return
+    rows = [(f"{group} {name}", value) for group, entries in found.items() for name, value in entries.items()]
+    print_table("thinwire doctor", ("what", "found"), rows)

@@ -1,0 +1,72 @@
+"""The verbs of `thinwire bench`."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from thinwire.cli.output import Json, print_json, print_table
+
+app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Numel = Annotated[
+    int | None, typer.Option(help="Values; 16M on a CPU and 256M on a GPU if not given.", min=1024)
+]
+Save = Annotated[Path | None, typer.Option(help="Write the results as JSON into this folder.")]
+Commit = Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")]
+
+
+@app.command("formats")
+def bench_formats(
+    device: Device = "cpu",
+    numel: Numel = None,
+    names: Annotated[list[str] | None, typer.Option("--format", help="Only these formats.")] = None,
+    save: Save = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """Speed of every format beside a plain copy and beside other libraries; about three minutes on a CPU."""
+    from thinwire.bench import formats
+
+    _report(formats, "formats", (device, numel, names), save, commit, as_json)
+
+
+@app.command("codecs")
+def bench_codecs(
+    device: Device = "cpu",
+    numel: Numel = None,
+    specs: Annotated[list[str] | None, typer.Option("--codec", help="Only these codecs; any spec.")] = None,
+    save: Save = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """Speed of every codec beside a plain copy and beside other libraries; about five minutes on a CPU."""
+    from thinwire.bench import codecs
+
+    _report(codecs, "codecs", (device, numel, specs), save, commit, as_json)
+
+
+def _report(
+    bench: ModuleType, name: str, what: tuple[Any, ...], save: Path | None, commit: str | None, as_json: bool
+) -> None:
+    from rich.console import Console
+
+    from thinwire.bench import machine
+
+    console = Console(stderr=True)
+    with console.status("warming up") as status:
+        progress = status.update if console.is_terminal else console.print
+        result = bench.run(*what, progress)
+    result["commit"] = commit or result["commit"]
+    if save:
+        path = machine.save(result, save, f"{name}-{what[0]}")
+        console.print(f"saved {path}")
+    if as_json:
+        print_json(result)
+        return
+    for title, header, rows in bench.tables(result):
+        print_table(title, header, rows, right=tuple(range(1, len(header))))
+    for library, reason in result["absent"].items():
+        typer.echo(f"not measured: {library} ({reason})")

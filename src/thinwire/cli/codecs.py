@@ -1,0 +1,173 @@
+"""The verbs of `thinwire codecs`, and `thinwire bytes`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from thinwire.cli.output import Json, print_json, print_table
+
+app = typer.Typer(help="Codecs: list, draw their wires, measure what they lose.", invoke_without_command=True)
+
+STUDY_NETS = ("alexnet", "vgg19", "resnet50", "resnet152", "resnet110", "an4_lstm")
+
+
+@app.callback()
+def codecs_list(context: typer.Context, as_json: Json = False) -> None:
+    """List one codec of each kind, with its bits per element in a vector of a million."""
+    if context.invoked_subcommand:
+        return
+    from thinwire.codecs import CODECS, describe
+
+    described = [describe.describe(codec) for codec in CODECS.values()]
+    if as_json:
+        print_json(described)
+        return
+    header = (
+        "spec",
+        "bits/element",
+        "smaller by",
+        "unbiased",
+        "zeros stay",
+        "ranks agree on",
+        "NaN and infinities",
+    )
+    print_table("codecs", header, [_row(each) for each in described], right=(1, 2))
+    typer.echo(
+        "a spec is NAME[/BLOCK][~OPTION...][+ef], for any number format: thinwire codecs show e3m4/64~sr"
+    )
+
+
+def _row(each: dict[str, Any]) -> tuple[str, ...]:
+    agree = f"{each['needs_agreement']} number{'s' * (each['needs_agreement'] > 1)}"
+    return (
+        each["spec"],
+        f"{each['bits_per_element']:.3f}",
+        f"{each['ratio']:.2f}x",
+        "yes" if each["unbiased"] else "",
+        "yes" if each["keeps_zeros"] else "no",
+        agree if each["needs_agreement"] else "",
+        each["nonfinite"],
+    )
+
+
+@app.command("show")
+def codecs_show(
+    spec: str,
+    numel: Annotated[int, typer.Option(help="Elements of the vector whose wire is drawn.", min=0)] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Draw a codec's wire, section by section."""
+    from thinwire.codecs import describe, get
+
+    codec = get(spec)
+    facts = describe.describe(codec, max(numel, 1))
+    wire = describe.wire(codec, numel)
+    if as_json:
+        print_json({**facts, "numel": numel, "nbytes": codec.nbytes(numel), "wire": wire})
+        return
+    total, plain = codec.nbytes(numel), 4 * numel
+    typer.secho(f"{codec.spec}: {numel:,} elements in {total:,} bytes (float32: {plain:,})\n", bold=True)
+    for line in describe.draw(codec, numel):
+        typer.echo(line)
+    typer.echo("")
+    header = ("section", "holds", "bits each", "count", "from byte", "bytes", "share")
+    rows = [
+        (
+            each["section"],
+            each["kind"],
+            each["bits"],
+            f"{each['count']:,}",
+            f"{each['offset']:,}",
+            f"{each['nbytes']:,}",
+            f"{100 * each['share']:.1f} %",
+        )
+        for each in wire
+    ]
+    print_table("", header, rows, right=(2, 3, 4, 5, 6))
+    for key in ("bits_per_element", "unbiased", "keeps_zeros", "needs_rng", "nonfinite"):
+        value = facts[key]
+        typer.echo(f"{key.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")
+
+
+@app.command("error")
+def codecs_error(
+    specs: Annotated[
+        list[str] | None, typer.Argument(help="Codecs; without any, those of the listing.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Your own numbers: a .npy or .pt file.")] = None,
+    samples: Annotated[int, typer.Option(help="Numbers drawn from each distribution.", min=1)] = 1 << 20,
+    seed: Annotated[int, typer.Option(help="For the samples and for random rounding.", min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """What codecs lose: squared error relative to the vector's own square, on three distributions or a file."""
+    from thinwire.codecs import CODECS, accuracy, get
+    from thinwire.formats.accuracy import load
+
+    chosen = [get(spec) for spec in specs] if specs else list(CODECS.values())
+    if file:
+        data = {file.name: load(file).flatten()}
+    else:
+        data = {name: accuracy.sample(name, samples, seed) for name in accuracy.DISTRIBUTIONS}
+    table = accuracy.error_table(chosen, data, seed)
+    if as_json:
+        print_json(table)
+        return
+    cells = {(row["spec"], row["data"]): f"{row['distortion']:.3g}" for row in table}
+    bits = {row["spec"]: f"{row['bits_per_element']:.3f}" for row in table}
+    rows = [(spec, bits[spec], *(cells[spec, name] for name in data)) for spec in bits]
+    header = ("spec", "bits/element", *data)
+    print_table(
+        "squared error / squared norm, without feedback", header, rows, right=tuple(range(1, len(header)))
+    )
+
+
+def print_bytes(
+    model: Annotated[str | None, typer.Argument(help="A network; without one, those of the study.")] = None,
+    spec: Annotated[str | None, typer.Argument(help="A codec; without one, those of the study.")] = None,
+    min_numel: Annotated[
+        int | None,
+        typer.Option(
+            help="Tensors with fewer elements stay float32; by default 10,000, as in the study.", min=0
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Bytes of a network's gradient on the wire, from its layers' shapes alone."""
+    from thinwire import zoo
+    from thinwire.codecs import footprint, get
+
+    names = [model] if model else list(STUDY_NETS)
+    methods = {spec: spec} if spec else footprint.STUDY
+    rows = []
+    for name in names:
+        shapes = zoo.shapes(name)
+        for method, each in methods.items():
+            codec = get(each)
+            least = footprint.least_numel(codec) if min_numel is None else min_numel
+            found = footprint.footprint(shapes, codec, least)
+            rows.append({"model": name, "method": method, "spec": codec.spec, "min_numel": least, **found})
+    if as_json:
+        print_json(rows[0] if model and spec else rows)
+    elif model and spec:
+        print_table("", ("what", "value"), [(key, _figure(value)) for key, value in rows[0].items()])
+    else:
+        _print_study(names, rows)
+
+
+def _print_study(names: list[str], rows: list[dict[str, Any]]) -> None:
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    cells = {(row["model"], row["method"]): f"{row['wire_nbytes'] / 1e6:.1f}" for row in rows}
+    params = {row["model"]: f"{row['params'] / 1e6:.2f}M" for row in rows}
+    table = [(name, params[name], *(cells[name, method] for method in methods)) for name in names]
+    title = "one gradient on the wire, megabytes"
+    print_table(title, ("network", "params", *methods), table, right=tuple(range(1, 2 + len(methods))))
+    specs = {row["method"]: row["spec"] for row in rows}
+    typer.echo("QSGD and 1bit* leave tensors under 10,000 elements in float32; 1bit takes all of them.")
+    typer.echo("codecs: " + ", ".join(f"{method} = {spec}" for method, spec in specs.items()))
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

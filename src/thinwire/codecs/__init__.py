@@ -1,0 +1,86 @@
+"""Codecs: a float32 vector to exact bytes and back.
+
+`get` makes one from a spec, a short string explained in `thinwire.codecs.spec`.
+
+    >>> from thinwire import codecs
+    >>> codec = codecs.get("int4/128")
+    >>> codec.bits_per_element(1 << 20)
+    4.250030517578125
+    >>> codec.nbytes(1000), [each.name for each in codec.sections(1000)]
+    (548, ['codes', 'scales', 'tag'])
+"""
+
+import functools
+
+from thinwire.codecs import accuracy, describe, elias, footprint
+from thinwire.codecs.base import Codec, Section
+from thinwire.codecs.block import Block
+from thinwire.codecs.cast import Cast
+from thinwire.codecs.dct import DctTopK
+from thinwire.codecs.maxmin import MaxMin
+from thinwire.codecs.onebit import OneBit, OneBitColumn
+from thinwire.codecs.sparse import MSTopK, RandomK, Threshold, TopK
+from thinwire.codecs.spec import parse
+from thinwire.errors import UnknownCodecError
+
+__all__ = [
+    "CODECS",
+    "Block",
+    "Cast",
+    "Codec",
+    "DctTopK",
+    "MSTopK",
+    "MaxMin",
+    "OneBit",
+    "OneBitColumn",
+    "RandomK",
+    "Section",
+    "Threshold",
+    "TopK",
+    "accuracy",
+    "describe",
+    "elias",
+    "footprint",
+    "get",
+]
+
+
+@functools.cache
+def _parsed(spec: str) -> Codec:
+    return parse(spec)
+
+
+def get(spec: str | Codec) -> Codec:
+    """The codec of a spec. A codec is returned as it is.
+
+    >>> get("qsgd4/512").unbiased, get("topk/0.01+ef").feedback
+    (True, 'float32')
+    """
+    if isinstance(spec, Codec):
+        return spec
+    if not isinstance(spec, str):
+        raise UnknownCodecError(
+            f"a codec is asked for by a spec such as 'int8/256', not by {type(spec).__name__}"
+        )
+    return _parsed(spec.strip())
+
+
+#: One of each kind, with the specs that the literature uses: what listings, tests and benchmarks go over.
+CODECS: dict[str, Codec] = {
+    spec: get(spec)
+    for spec in (
+        "fp32", "fp16", "bf16",
+        "int8", "int8/256", "int4/128", "int4/128~sr", "int2/64~sr", "int8/256~bf16", "int8/256~pow2",
+        "int8/256~p99.9",
+        "e4m3fn/128", "e5m2/128", "e5m2/128~sr", "e4m3/128~pow2~e8m0", "posit8_1",
+        "mxfp8", "mxfp8e5", "mxfp6", "mxfp6e3", "mxfp4", "mxint8", "nvfp4", "nf4/64",
+        "tree8", "tree8/4096", "linear8", "linear8/4096", "static8~offset-1", "mantissa8~offset-1",
+        "aps/e5m2", "aps/e4m3", "aps/e3m0", "fp8lm",
+        "qsgd16/8192", "qsgd8/512", "qsgd4/512", "qsgd2/128", "qsgd4/512~l2", "qsgd8~shared",
+        "nuqsgd4/8192", "terngrad", "terngrad~rms2.5", "cntk4/512", "maxmin4/1024", "maxmin4/128~sr",
+        "onebit/64+ef", "onebit/64~mean+ef", "onebit/column+ef", "sign/512+ef",
+        "topk/0.01+ef", "topk/0.01~fp16+ef", "topk/0.01~int8/256+ef", "mstopk/0.01+ef",
+        "randomk/0.01~unbiased",
+        "threshold/0.001~cap0.1+ef", "dct/64:8+ef",
+    )
+}  # fmt: skip

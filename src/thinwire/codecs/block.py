@@ -1,0 +1,230 @@
+"""Blocks that share a scale: most of what the literature puts on a wire.
+
+Wire: [codes: format.bits x elements][scales: store x blocks][factor: float32, with e4m3 scales][tag]
+
+An element is stored as the code of `element / scale` in any number format. QSGD, TernGrad, NUQSGD, the MX
+formats, NVFP4, APS, FP8-LM and Dettmers' types differ only in format, block, rounding and the
+choice of the scale, so they are rows of a table (`RECIPES`), not classes.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels, scaling
+from thinwire.codecs.base import Codec, Section, check_vector, section
+from thinwire.errors import CodecError, InputError
+from thinwire.formats import Float, Format, Posit
+from thinwire.formats import get as get_format
+from thinwire.formats.base import MODES
+from thinwire.kernels import block_reference
+from thinwire.kernels.params import (
+    E4M3,
+    E8M0,
+    FILLED,
+    SCALE_NBYTES,
+    BlockParams,
+    WirePlan,
+    packed_nbytes,
+)
+from thinwire.rounding import Rounding, Stream
+from thinwire.scaling import STORES, Scaling
+
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1 << 16
+FACTOR_LIMIT = 448.0  # the largest e4m3 scale
+
+
+@dataclass(frozen=True)
+class Block(Codec):
+    """A number format with one scale for every `block` elements.
+
+    >>> from thinwire.codecs import Block
+    >>> Block("float8_e4m3fn", 128).nbytes(1024)
+    1060
+    """
+
+    format: Format | str
+    block: int | None = None  #: a power of two from 16 to 65536; None: the whole vector
+    rounding: Rounding | str = Rounding.NEAREST
+    scaling: Scaling = Scaling()
+    label: str = ""  #: the spec, where a recipe has a name of its own
+
+    def _check(self) -> None:
+        object.__setattr__(self, "format", get_format(self.format))
+        try:
+            object.__setattr__(self, "rounding", Rounding(self.rounding))
+        except ValueError:
+            raise CodecError(
+                f"unknown rounding '{self.rounding}'; use one of: {', '.join(Rounding)}"
+            ) from None
+        format = self._format
+        if format.bits > 16:
+            raise CodecError(f"{format.name} has {format.bits} bits; block codecs go up to 16")
+        if format.min >= 0:
+            raise CodecError(f"{format.name} has no negative numbers; a block codec needs them")
+        if self.rounding not in format.roundings:
+            raise CodecError(f"{format.name} has no '{self.rounding}'; it has: {', '.join(format.roundings)}")
+        if self.block is not None and (
+            not SMALLEST_BLOCK <= self.block <= LARGEST_BLOCK or self.block & (self.block - 1)
+        ):
+            raise CodecError(f"a block is a power of two from 16 to 65536, not {self.block}")
+        if self.scaling.store == "e4m3" and (self.scaling.choose != "absmax" or self.scaling.shared):
+            raise CodecError("e4m3 scales go with choose='absmax' and are not shared")
+
+    @property
+    def _format(self) -> Format:
+        """The format, saturating: what lies beyond the scale's reach must not become infinite."""
+        format = self.format
+        assert isinstance(format, Format)
+        return replace(format, saturate=True) if isinstance(format, Float) else format
+
+    @property
+    def name(self) -> str:
+        if self.label:
+            return self.label
+        from thinwire.codecs.spec import block_spec
+
+        return block_spec(self)
+
+    @property
+    def nonfinite(self) -> str:
+        where = "its block" if self.block and self.scaling.store != "e4m3" else "the vector"
+        return f"A NaN or an infinity makes all of {where} NaN."
+
+    @property
+    def keeps_zeros(self) -> bool:
+        return bool((self._format.round(torch.zeros(1)) == 0).all())
+
+    @property
+    def needs_rng(self) -> bool:
+        return self.rounding == Rounding.STOCHASTIC
+
+    @property
+    def unbiased(self) -> bool:
+        whole = self.scaling.choose in ("absmax", "pow2", "l2") and self.scaling.store != "e4m3"
+        return self.needs_rng and whole and self._format.min == -self._format.max
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self.block) if self.block else min(numel, 1)
+
+    def _sections(self, numel: int) -> tuple[Section, ...]:
+        bits, blocks = self._format.bits, self._blocks(numel)
+        store = self.scaling.store
+        found = [
+            section("codes", self._format.name, bits, numel, packed_nbytes(numel, bits)),
+            section("scales", store, 8 * SCALE_NBYTES[STORES[store]], blocks),
+        ]
+        if store == "e4m3":
+            found.append(section("factor", "float32", 32, 1))
+        return tuple(found)
+
+    def agreement(self, numel: int) -> int:
+        return self._blocks(numel) if self.scaling.shared else 0
+
+    def summary(self, x: Tensor, world: int = 1) -> Tensor:
+        check_vector(x)
+        if not self.scaling.shared:
+            return super().summary(x, world)
+        if world < 1:
+            raise CodecError(f"a world has at least one rank, not {world}")
+        if x.device.type == "meta":
+            dtype = torch.uint8 if self.scaling.store == "e8m0" else torch.int32
+            return torch.empty((*x.shape[:-1], self.agreement(x.shape[-1])), dtype=dtype, device="meta")
+        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
+        scale = self._scales(rows, world)
+        if self.scaling.store == "e8m0":
+            found = block_reference._stored(self._params, scale, None)
+        else:
+            found = scale.view(torch.int32)  # scales are not negative, so patterns order like numbers
+        return found.view(*x.shape[:-1], self.agreement(x.shape[-1]))
+
+    def _check_shared(self, shared: Tensor, x: Tensor) -> None:
+        super()._check_shared(shared, x)
+        dtype = torch.uint8 if self.scaling.store == "e8m0" else torch.int32
+        if shared.dtype != dtype:
+            raise InputError(f"shared must be {dtype}, as summary gives it; not {shared.dtype}")
+
+    # Kernels
+
+    @functools.cached_property
+    def _params(self) -> BlockParams:
+        mode = MODES[Rounding(self.rounding)]
+        return BlockParams(
+            element=self._format._prepared(mode),
+            mode=mode,
+            block=self.block or 0,
+            rule=self.scaling.rule if self.block else FILLED,
+            limit=self._limit,
+            store=STORES[self.scaling.store],
+        )
+
+    @property
+    def _limit(self) -> float:
+        """What the reach of the data becomes: the format's largest value, but APS leaves the top binade."""
+        if self.scaling.margin == "world" and isinstance(self.format, Float):
+            return float(2.0 ** (self.format._top_exponent))
+        return 1.0 if isinstance(self.format, Posit) else self._format.max  # posits are finest around 1
+
+    @functools.cached_property
+    def _plans(self) -> dict[int, WirePlan]:
+        return {}
+
+    def _plan(self, numel: int) -> WirePlan:
+        if numel not in self._plans:
+            codes, scales, *_ = self.sections(numel)
+            extra = codes.nbytes + scales.nbytes
+            self._plans[numel] = WirePlan(numel, self.nbytes(numel), codes.nbytes, extra, self.tag(numel))
+        return self._plans[numel]
+
+    def _scales(self, u: Tensor, world: int = 1) -> Tensor:
+        return scaling.scales(self.scaling, u, self.block or 0, self._limit, world)
+
+    def _encode(
+        self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
+    ) -> None:
+        plan, p = self._plan(x.shape[1]), self._params
+        key = None if rng is None else rng.key
+        if p.rule != FILLED:
+            kernels.block_encode(p, x, wire, plan, key, residual)
+            return
+        u = x if residual is None else x.float() + residual
+        self._fill(u, wire, plan, shared)
+        kernels.block_encode(p, u, wire, plan, key, None)
+        if residual is not None:
+            residual.copy_(u)
+            kernels.block_decode(p, wire, residual, plan, -1.0, add=True)
+
+    def _fill(self, u: Tensor, wire: Tensor, plan: WirePlan, shared: Tensor | None) -> None:
+        """Put the scales into the wire."""
+        p = self._params
+        if shared is not None and p.store != E4M3:
+            if p.store == E8M0:
+                block_reference._put(wire, plan.scales_at, torch.zeros_like(wire[:, plan.scales_at : -4]))
+                scales = shared
+            else:
+                scales = block_reference.store_scales(p, shared.view(torch.float32))
+        else:
+            found = self._scales(u)
+            factor = None
+            if p.store == E4M3:
+                factor = block_reference._poison(
+                    (found.view(torch.int32).amax(-1, keepdim=True)).view(torch.float32) / FACTOR_LIMIT,
+                    found.isnan().any(-1, keepdim=True),
+                )
+                block_reference._put(wire, plan.extra_at, block_reference._as_bytes(factor))
+            scales = block_reference.store_scales(p, found, factor)
+        block_reference._put(wire, plan.scales_at, scales)
+
+    def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
+        kernels.block_decode(self._params, wire, out, self._plan(out.shape[1]), weight, add=add)
+
+    @property
+    def _fuses_reduce(self) -> bool:
+        return self._params.rule != FILLED
+
+    def _reduce(self, wires: Tensor, wire: Tensor, numel: int, weight: float, rng: Stream | None) -> None:
+        key = None if rng is None else rng.key
+        kernels.block_reduce(self._params, wires, wire, self._plan(numel), weight, key)

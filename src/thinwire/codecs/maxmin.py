@@ -1,0 +1,101 @@
+"""Max-min quantisation, as CGX describes it: equal steps between a block's smallest and largest element."""
+
+import functools
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.codecs.base import Codec, Section, section
+from thinwire.errors import CodecError
+from thinwire.formats.base import MODES
+from thinwire.kernels.params import MINMAX, BlockParams, GridParams, WirePlan, packed_nbytes
+from thinwire.rounding import Rounding, Stream
+
+
+@dataclass(frozen=True)
+class MaxMin(Codec):
+    """`bits` bits for the steps from the block's minimum; two numbers for every block.
+
+    Wire: [codes: bits x elements][units: float32 x blocks][minima: float32 x blocks][tag]
+
+    Zero is in general no step, so zeros do not stay zero.
+    """
+
+    bits: int = 4
+    block: int = 1024  #: a power of two from 16 to 65536
+    rounding: Rounding | str = Rounding.NEAREST
+
+    def _check(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise CodecError(f"max-min has 1 to 8 bits, not {self.bits}")
+        if not 16 <= self.block <= 1 << 16 or self.block & (self.block - 1):
+            raise CodecError(f"a block is a power of two from 16 to 65536, not {self.block}")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise CodecError(f"max-min rounds to nearest or stochastic, not '{self.rounding}'")
+        object.__setattr__(self, "rounding", Rounding(self.rounding))
+
+    @property
+    def name(self) -> str:
+        return f"maxmin{self.bits}/{self.block}{'~sr' if self.needs_rng else ''}"
+
+    @property
+    def nonfinite(self) -> str:
+        return "A NaN or an infinity makes all of its block NaN."
+
+    @property
+    def keeps_zeros(self) -> bool:
+        return False
+
+    @property
+    def needs_rng(self) -> bool:
+        return self.rounding == Rounding.STOCHASTIC
+
+    @property
+    def unbiased(self) -> bool:
+        return self.needs_rng
+
+    def _sections(self, numel: int) -> tuple[Section, ...]:
+        blocks = -(-numel // self.block)
+        return (
+            section(
+                "codes", f"step {0}..{2**self.bits - 1}", self.bits, numel, packed_nbytes(numel, self.bits)
+            ),
+            section("units", "float32", 32, blocks),
+            section("minima", "float32", 32, blocks),
+        )
+
+    @functools.cached_property
+    def _params(self) -> BlockParams:
+        top = (1 << self.bits) - 1
+        mode = MODES[Rounding(self.rounding)]
+        return BlockParams(GridParams(self.bits, 0, 0, top), mode, self.block, MINMAX, float(top))
+
+    @functools.cached_property
+    def _plans(self) -> dict[int, WirePlan]:
+        return {}
+
+    def _plan(self, numel: int) -> WirePlan:
+        if numel not in self._plans:
+            codes, units, *_ = self.sections(numel)
+            at = (codes.nbytes, codes.nbytes + units.nbytes)
+            self._plans[numel] = WirePlan(numel, self.nbytes(numel), *at, self.tag(numel))
+        return self._plans[numel]
+
+    def _encode(
+        self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
+    ) -> None:
+        del shared
+        key = None if rng is None else rng.key
+        kernels.block_encode(self._params, x, wire, self._plan(x.shape[1]), key, residual)
+
+    def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
+        kernels.block_decode(self._params, wire, out, self._plan(out.shape[1]), weight, add=add)
+
+    @property
+    def _fuses_reduce(self) -> bool:
+        return True
+
+    def _reduce(self, wires: Tensor, wire: Tensor, numel: int, weight: float, rng: Stream | None) -> None:
+        key = None if rng is None else rng.key
+        kernels.block_reduce(self._params, wires, wire, self._plan(numel), weight, key)

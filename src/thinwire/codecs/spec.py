@@ -1,0 +1,395 @@
+"""Specs: a codec in a short string.
+
+    spec    = body [ "+ef" [ ":" residual ] ]
+    body    = name [ "/" argument ] { "~" option }
+    residual = "bf16" | "8bit"
+
+`name` is a family below or any number format; the argument is a block length, a fraction or a format, as
+the family has it. Without a block, one scale serves the whole vector.
+
+    int8/256             256 elements share a float32 scale
+    int4/128~sr          rounded at random
+    e5m2/128~bf16        scales stored as bfloat16
+    topk/0.01~fp16+ef    one element in a hundred, as float16, with error feedback
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from thinwire.codecs.base import RESIDUALS, Codec
+from thinwire.codecs.block import Block
+from thinwire.codecs.cast import DTYPES, Cast
+from thinwire.codecs.dct import DctTopK
+from thinwire.codecs.maxmin import MaxMin
+from thinwire.codecs.onebit import OneBit, OneBitColumn
+from thinwire.codecs.sparse import MSTopK, RandomK, Threshold, TopK
+from thinwire.errors import CodecError, FormatError, UnknownCodecError
+from thinwire.formats import FORMATS, PATTERNS, Format, Table, exponential
+from thinwire.formats import get as get_format
+from thinwire.rounding import Rounding
+from thinwire.scaling import Scaling
+
+#: Short names for formats; a format's canonical spec uses the first that means it.
+ALIASES = {
+    "e4m3fn": "float8_e4m3fn",
+    "fp8": "float8_e4m3fn",
+    "e2m3fn": "float6_e2m3fn",
+    "e3m2fn": "float6_e3m2fn",
+    "e2m1fn": "float4_e2m1fn",
+    "fp4": "float4_e2m1fn",
+    "e5m2": "float8_e5m2",
+    "tree8": "dynamic_tree",
+    "linear8": "linear",
+    "static8": "static_tree",
+    "mantissa8": "mantissa",
+}
+ROUNDINGS = {"sr": Rounding.STOCHASTIC, **{mode.value: mode for mode in Rounding}}
+STORES = {"f32": "float32", "bf16": "bfloat16", "e8m0": "e8m0"}
+MX = {
+    "mxfp8": "float8_e4m3fn",
+    "mxfp8e5": "float8_e5m2",
+    "mxfp6": "float6_e2m3fn",
+    "mxfp6e3": "float6_e3m2fn",
+    "mxfp4": "float4_e2m1fn",
+    "mxint8": "fixed2.6",
+}
+NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?"
+MX_SCALING = Scaling("floor", store="e8m0")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A body, cut at its slash and its tildes."""
+
+    text: str
+    name: str
+    argument: str
+    options: tuple[str, ...]
+
+    def refuse(self, why: str) -> UnknownCodecError:
+        return UnknownCodecError(f"'{self.text}': {why}")
+
+    def no_argument(self) -> None:
+        if self.argument:
+            raise self.refuse(f"{self.name} takes no '/{self.argument}'")
+
+    def no_options(self) -> None:
+        if self.options:
+            raise self.refuse(f"{self.name} takes no '~{self.options[0]}'")
+
+    def block(self, default: int | None = None) -> int | None:
+        if not self.argument:
+            return default
+        if not re.fullmatch(r"[1-9][0-9]*", self.argument):
+            raise self.refuse(f"a block is a number of elements, not '{self.argument}'")
+        return int(self.argument)
+
+    def number(self, what: str) -> float:
+        try:
+            return float(self.argument)
+        except ValueError:
+            raise self.refuse(f"{self.name} needs {what} after the slash, not '{self.argument}'") from None
+
+
+def parse(spec: str) -> Codec:
+    """The codec of a spec."""
+    body, plus, ef = spec.partition("+")
+    names = {"ef": "float32", **{f"ef:{short}": dtype for dtype, short in RESIDUALS.items() if short}}
+    if plus and ef not in names:
+        raise UnknownCodecError(f"'{spec}': after '+' comes one of: {', '.join(names)}; not '{ef}'")
+    head, *options = body.split("~")
+    name, slash, argument = head.partition("/")
+    if slash and not argument:
+        raise UnknownCodecError(f"'{spec}': nothing follows the slash")
+    parts = Parts(body, name, argument, tuple(options))
+    try:
+        codec = _build(parts)
+    except UnknownCodecError:
+        raise
+    except (CodecError, FormatError) as error:
+        raise UnknownCodecError(f"'{spec}': {error}") from None
+    return codec.with_feedback(names[ef]) if plus else codec
+
+
+def _build(parts: Parts) -> Codec:
+    if parts.name in FAMILIES:
+        return FAMILIES[parts.name](parts)
+    for pattern, build in WIDTHS.items():
+        found = re.fullmatch(pattern, parts.name)
+        if found:
+            return build(parts, int(found.group(1)))
+    return _block(parts)
+
+
+# Block codecs
+
+
+def _block(parts: Parts) -> Block:
+    try:
+        format = get_format(ALIASES.get(parts.name, parts.name))
+    except FormatError:
+        raise _unknown(parts) from None
+    block = parts.block()
+    scaling = Scaling() if format.takes_scale or block else Scaling("fixed")
+    rounding, scaling = _options(parts, Rounding.NEAREST, scaling)
+    return Block(format, block, rounding, scaling)
+
+
+def _options(parts: Parts, rounding: Rounding, scaling: Scaling) -> tuple[Rounding, Scaling]:
+    for option in parts.options:
+        valued = re.fullmatch(rf"(p|rms|cells|offset)({NUMBER})", option)
+        if option in ROUNDINGS:
+            rounding = ROUNDINGS[option]
+        elif option in STORES:
+            scaling = replace(scaling, store=STORES[option])
+        elif option in ("pow2", "floor", "l2", "absmax"):
+            scaling = replace(scaling, choose=option)
+        elif option == "shared":
+            scaling = replace(scaling, shared=True)
+        elif option in ("world", "sqrt"):
+            scaling = replace(scaling, margin=option)
+        elif valued:
+            kind = {"p": "percentile", "offset": "fixed"}.get(valued.group(1), valued.group(1))
+            scaling = replace(scaling, choose=kind, value=float(valued.group(2)))
+        else:
+            raise parts.refuse(f"no option '~{option}'; options: {OPTIONS}")
+    return rounding, scaling
+
+
+OPTIONS = (
+    "sr or another rounding; absmax, pow2, floor, l2, p99.9, rms2.5, cells4, offset1 (choice of scale); "
+    "f32, bf16, e8m0 (its storage; e8m0 after pow2 or floor); shared (ranks agree on it); "
+    "world, sqrt (room left for a sum over ranks)"
+)
+
+
+def block_spec(codec: Block) -> str:
+    """The canonical spec of a block codec that is no recipe."""
+    format = codec.format
+    assert isinstance(format, Format)
+    short = next((alias for alias, name in ALIASES.items() if FORMATS[name] == format), format.name)
+    scaling, options = codec.scaling, ""
+    default = "absmax" if format.takes_scale or codec.block else "fixed"
+    if scaling.choose in ("percentile", "rms", "cells", "fixed"):
+        word = {"percentile": "p", "fixed": "offset"}.get(scaling.choose, scaling.choose)
+        if not (default == scaling.choose and scaling.value == 0):
+            options += f"~{word}{_shortest(scaling.value)}"
+    elif scaling.choose != default:
+        options += f"~{scaling.choose}"
+    if scaling.store != "float32":
+        options += "~" + next((s for s, name in STORES.items() if name == scaling.store), scaling.store)
+    options += "~shared" * scaling.shared
+    options += f"~{scaling.margin}" if scaling.margin else ""
+    if codec.rounding != Rounding.NEAREST:
+        options += "~sr" if codec.needs_rng else f"~{codec.rounding}"
+    return f"{short}{f'/{codec.block}' if codec.block else ''}{options}"
+
+
+def _shortest(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))
+
+
+# Recipes on blocks
+
+
+def _mx(parts: Parts) -> Block:
+    parts.no_argument()
+    rounding, scaling = _options(parts, Rounding.NEAREST, MX_SCALING)
+    label = parts.name + ("" if rounding == Rounding.NEAREST else "~sr")
+    if rounding not in (Rounding.NEAREST, Rounding.STOCHASTIC) or scaling not in (
+        MX_SCALING,
+        replace(MX_SCALING, choose="pow2"),
+    ):
+        raise parts.refuse("the MX formats take ~sr, and ~pow2 for scales that never saturate; nothing else")
+    label += "~pow2" * (scaling.choose == "pow2")
+    return Block(MX[parts.name], 32, rounding, scaling, label=label)
+
+
+def _nvfp4(parts: Parts) -> Block:
+    parts.no_argument()
+    rounding, scaling = _options(parts, Rounding.NEAREST, Scaling(store="e4m3"))
+    if scaling != Scaling(store="e4m3"):
+        raise parts.refuse("nvfp4's scales are fixed by its definition; it takes a rounding and nothing else")
+    label = "nvfp4" + (
+        "" if rounding == Rounding.NEAREST else "~sr" if rounding is Rounding.STOCHASTIC else f"~{rounding}"
+    )
+    return Block("float4_e2m1fn", 16, rounding, scaling, label=label)
+
+
+def _qsgd(parts: Parts, bits: int) -> Block:
+    rounding, scaling = _options(parts, Rounding.STOCHASTIC, Scaling())
+    default = {2: 128, 16: 8192}.get(bits, 512)  # of the paper's experiments
+    block = parts.block(None if scaling.shared else default)
+    if rounding != Rounding.STOCHASTIC or scaling.choose not in ("absmax", "l2"):
+        raise parts.refuse("QSGD rounds at random, by the largest magnitude (default) or ~l2")
+    label = (
+        f"qsgd{bits}"
+        + (f"/{block}" if block else "")
+        + "~l2" * (scaling.choose == "l2")
+        + "~shared" * scaling.shared
+    )
+    if scaling.store != "float32":
+        raise parts.refuse("QSGD's norms are float32; for others write it out, as in int4/512~sr~bf16")
+    return Block(f"int{bits}", block, rounding, scaling, label=label)
+
+
+def _nuqsgd(parts: Parts, bits: int) -> Block:
+    parts.no_options()
+    block = parts.block(8192)
+    if not 2 <= bits <= 8:
+        raise parts.refuse(f"NUQSGD has 2 to 8 bits, not {bits}")
+    levels = Table(exponential(bits), label=f"nuqsgd{bits}")
+    return Block(levels, block, Rounding.STOCHASTIC, Scaling("l2"), label=f"nuqsgd{bits}/{block}")
+
+
+def _terngrad(parts: Parts) -> Block:
+    rounding, scaling = _options(parts, Rounding.STOCHASTIC, Scaling())
+    if (
+        rounding != Rounding.STOCHASTIC
+        or scaling.choose not in ("absmax", "rms")
+        or scaling.store != "float32"
+    ):
+        raise parts.refuse(
+            "TernGrad rounds at random; ~rms2.5 clips at 2.5 standard deviations, ~shared agrees"
+        )
+    block = parts.block()
+    label = "terngrad" + (f"/{block}" if block else "")
+    label += f"~rms{_shortest(scaling.value)}" * (scaling.choose == "rms") + "~shared" * scaling.shared
+    return Block("int2", block, rounding, scaling, label=label)
+
+
+def _cntk(parts: Parts, bits: int) -> Block:
+    parts.no_options()
+    block = parts.block(512)
+    if bits not in (2, 4, 8):
+        raise parts.refuse(f"CNTK's multi-bit mode has 2, 4 or 8 bits here, not {bits}")
+    return Block(f"int{bits}", block, scaling=Scaling("cells", 4.0), label=f"cntk{bits}/{block}")
+
+
+def _aps(parts: Parts) -> Block:
+    parts.no_options()
+    name = ALIASES.get(parts.argument, parts.argument) if parts.argument != "e5m2" else "e5m2"
+    found = get_format(name)
+    if not re.fullmatch(r"e\dm\d+", found.name) and "float" not in found.name:
+        raise parts.refuse(f"APS scales floats, such as aps/e5m2 or aps/e4m3; not '{parts.argument}'")
+    scaling = Scaling("pow2", store="e8m0", shared=True, margin="world")
+    return Block(found, None, scaling=scaling, label=f"aps/{parts.argument}")
+
+
+def _fp8lm(parts: Parts) -> Block:
+    parts.no_argument()
+    parts.no_options()
+    scaling = Scaling("pow2", shared=True, margin="sqrt")
+    return Block("float8_e4m3fn", None, scaling=scaling, label="fp8lm")
+
+
+# Others
+
+
+def _cast(parts: Parts) -> Cast:
+    parts.no_argument()
+    parts.no_options()
+    return Cast(parts.name)
+
+
+def _maxmin(parts: Parts, bits: int) -> MaxMin:
+    rounding, scaling = _options(parts, Rounding.NEAREST, Scaling())
+    if scaling != Scaling():
+        raise parts.refuse("max-min takes ~sr and nothing else")
+    return MaxMin(bits, parts.block(1024) or 0, rounding)
+
+
+def _onebit(parts: Parts) -> Codec:
+    threshold = "zero"
+    for option in parts.options:
+        if option not in ("zero", "mean"):
+            raise parts.refuse(f"one-bit thresholds are ~zero (default) and ~mean, not '~{option}'")
+        threshold = option
+    column = re.fullmatch(r"column(?::(\d+)(t?))?", parts.argument)
+    if column:
+        rows = int(column.group(1)) if column.group(1) else None
+        return OneBitColumn(rows, bool(column.group(2)), threshold)
+    return OneBit(parts.block(64) or 0, threshold)
+
+
+def _sign(parts: Parts) -> OneBit:
+    parts.no_options()
+    return OneBit(parts.block(64) or 0, "sign")
+
+
+def _values(parts: Parts, known: tuple[str, ...] = ()) -> tuple[Codec, list[str]]:
+    """The codec of a sparse codec's values, and the options that are the family's own."""
+    own = [option for option in parts.options if any(re.fullmatch(each, option) for each in known)]
+    others = [option for option in parts.options if option not in own]
+    return (parse("~".join(others)) if others else Cast("fp32")), own
+
+
+def _topk(parts: Parts) -> TopK:
+    values, _ = _values(parts)
+    return TopK(parts.number("a fraction, as in topk/0.01,"), values)
+
+
+def _mstopk(parts: Parts) -> MSTopK:
+    values, own = _values(parts, (r"rounds\d+",))
+    fraction = parts.number("a fraction, as in mstopk/0.01,")
+    return MSTopK(fraction, values, int(own[-1][6:])) if own else MSTopK(fraction, values)
+
+
+def _randomk(parts: Parts) -> RandomK:
+    values, own = _values(parts, ("unbiased",))
+    return RandomK(parts.number("a fraction, as in randomk/0.01,"), values, bool(own))
+
+
+def _threshold(parts: Parts) -> Threshold:
+    values, own = _values(parts, (f"cap{NUMBER}",))
+    number = parts.number("a magnitude, as in threshold/0.001,")
+    return Threshold(number, float(own[-1][3:]), values) if own else Threshold(number, values=values)
+
+
+def _dct(parts: Parts) -> DctTopK:
+    values, _ = _values(parts)
+    found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)(?:@([1-9]\d*)x([1-9]\d*))?", parts.argument, re.ASCII)
+    if not found:
+        raise parts.refuse("write dct/CHUNK:KEPT, as in dct/64:8")
+    chunk, kept, rows, columns = (int(each) if each else 0 for each in found.groups())
+    codec = DctTopK(chunk, kept, values)
+    return codec.for_shape((rows, columns)) if rows else codec
+
+
+#: Families by name ...
+FAMILIES: dict[str, Callable[[Parts], Codec]] = {
+    **dict.fromkeys(DTYPES, _cast),
+    **dict.fromkeys(MX, _mx),
+    "nvfp4": _nvfp4,
+    "terngrad": _terngrad,
+    "aps": _aps,
+    "fp8lm": _fp8lm,
+    "onebit": _onebit,
+    "sign": _sign,
+    "topk": _topk,
+    "mstopk": _mstopk,
+    "randomk": _randomk,
+    "threshold": _threshold,
+    "dct": _dct,
+}
+#: ... and by name and number of bits.
+WIDTHS: dict[str, Callable[[Parts, int], Codec]] = {
+    r"qsgd(\d+)": _qsgd,
+    r"nuqsgd(\d+)": _nuqsgd,
+    r"cntk(\d+)": _cntk,
+    r"maxmin(\d+)": _maxmin,
+}
+
+
+def _unknown(parts: Parts) -> UnknownCodecError:
+    widths = [pattern.replace(r"(\d+)", "B") for pattern in WIDTHS]
+    names = [*FAMILIES, *widths, *ALIASES, *FORMATS]
+    near = difflib.get_close_matches(parts.name, names, n=4, cutoff=0.5)
+    hint = f"near names: {', '.join(near)}; " if near else ""
+    return parts.refuse(
+        f"no codec or format is called '{parts.name}'; {hint}families: {', '.join([*FAMILIES, *widths])}; "
+        f"formats: {', '.join(ALIASES)}, {', '.join(PATTERNS)} and all of `thinwire formats`. "
+        "`thinwire codecs` shows examples"
+    )

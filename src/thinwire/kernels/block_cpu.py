@@ -1,0 +1,227 @@
+"""Block codecs on the CPU: lay out the arguments, spread the spans over torch's threads."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from thinwire.kernels import (
+    block_loops,
+    block_reference,
+    cpu,
+    onebit_loops,
+    onebit_reference,
+    reference,
+    scale_loops,
+)
+from thinwire.kernels.onebit_reference import SignPlan
+from thinwire.kernels.params import (
+    CELL_BITS,
+    FILLED,
+    NEAREST,
+    STOCHASTIC,
+    Array,
+    BlockParams,
+    FloatParams,
+    GridParams,
+    Params,
+    StepsParams,
+    WirePlan,
+)
+from thinwire.kernels.reference import Key
+
+SPAN = 8192  # elements that are worked on at a time; with their buffers they fit into the cache
+NONE = np.empty((0, 0), np.float32)
+E4M3_VALUES = reference.from_codes(block_reference.SCALE_FORMAT, torch.arange(256)).numpy()
+
+
+def encode(
+    p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
+) -> None:
+    """Rows into their wires; see `block_reference.encode`."""
+    made = _made(p)
+    element = (*made.element, _key(key), made.no_words)
+    span = max(SPAN, p.block) if p.rule != FILLED else SPAN
+    args = (x.numpy(), NONE if residual is None else residual.numpy(), *_views(wire), E4M3_VALUES)
+    rest = (_layout(p, plan), element, made.how, made.values, made.buffer)
+    _spread(x.shape[0], plan.numel, span, lambda units: block_loops.encode_rows(*args, units, *rest))
+
+
+def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool) -> None:
+    """Wires into rows, or added to them."""
+    made = _made(p)
+    args = (out.numpy(), *_views(wire), E4M3_VALUES)
+    rest = (_layout(p, plan), made.how, made.values, np.float32(weight), add, made.buffer)
+    _spread(out.shape[0], plan.numel, SPAN, lambda units: block_loops.decode_rows(*args, units, *rest))
+
+
+def reduce(
+    p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
+) -> None:
+    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    made = _made(p)
+    element = (*made.element, _key(key), made.no_words)
+    span = max(SPAN, p.block)
+    args = (*_views(wires), *_views(out), E4M3_VALUES)
+    rest = (_layout(p, plan), element, made.how, made.values, np.float32(weight), made.buffer)
+    _spread(out.shape[0], plan.numel, span, lambda units: block_loops.reduce_rows(*args, units, *rest))
+
+
+def _views(wire: Tensor) -> tuple[Array, Array, Array]:
+    held = wire.numpy()
+    return held, held.view(np.uint16), held.view(np.int32)
+
+
+def _layout(p: BlockParams, plan: WirePlan) -> tuple[Any, ...]:
+    limit = np.float32(p.limit)
+    return (
+        plan.numel,
+        p.block,
+        p.rule,
+        p.store,
+        limit,
+        plan.scales_at,
+        plan.extra_at,
+        p.element.bits,
+        np.int32(plan.tag),
+    )
+
+
+def _key(key: Key | None) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(word) for word in (key or (0, 0, 0, 0)))
+
+
+class _Made:
+    """What the loops need to know about a codec's elements, in the types they take."""
+
+    def __init__(self, p: BlockParams) -> None:
+        element = p.element
+        dtype = np.uint8 if element.bits <= 8 else np.uint16
+        self.buffer = np.empty(0, dtype)
+        self.no_words = np.empty(0, np.uint32)
+        floats: tuple[np.int32, ...] = (np.int32(0),) * 13
+        grid: tuple[np.float32, ...] = (np.float32(0),) * 4
+        specials, quick, mask, half, back = 0, False, np.int32(0), np.int32(0), np.float32(1)
+        none, u32 = np.empty(0, dtype), np.empty(0, np.uint32)
+        f32 = np.empty(0, np.float32)
+        steps: tuple[Any, ...] = (u32, np.uint32(0), u32, u32, none, u32, u32, u32, u32, f32, none)
+        if isinstance(element, FloatParams):
+            floats, specials, quick = element.scalars, element.specials, element.is_quick(p.mode)
+            kind = block_loops.FLOAT_NEAREST if p.mode == NEAREST and quick else block_loops.FLOAT_DIRECTED
+            kind = block_loops.FLOAT_STOCHASTIC if p.mode == STOCHASTIC else kind
+            if p.mode == NEAREST and _is_short(element):
+                kind, mask = block_loops.FLOAT_SCALED, _largest_pattern(element)
+        elif isinstance(element, GridParams):
+            scale = (2.0**element.frac_bits, element.low, element.high, 2.0**-element.frac_bits)
+            grid = tuple(np.float32(each) for each in scale)
+            mask, back = np.int32((1 << element.bits) - 1), grid[3]
+            half = np.int32(1 << (element.bits - 1) if element.low < 0 else 0)
+            kind = block_loops.GRID_STOCHASTIC if p.mode == STOCHASTIC else block_loops.GRID
+        else:
+            kind, steps = _steps(element, p.mode)
+        self.element = (kind, np.int32(p.mode), floats, specials, quick, grid, mask, steps)
+        self.how, self.values = _values(element, half, back), (_table(element), floats)
+
+
+def _is_short(element: FloatParams) -> bool:
+    """Whether `_float_scaled` serves: up to a byte, with mantissa bits, subnormals and a negative zero."""
+    saturates = element.over_pos == element.inf_pos == element.max_code
+    reach = element.min_exponent + (element.max_code >> element.man) + 23 - element.man
+    plain = element.man > 0 and element.subnormals and element.negative_zero and element.bits <= 8
+    return bool(plain and saturates and reach <= 254)
+
+
+def _largest_pattern(element: FloatParams) -> np.int32:
+    code = torch.tensor([element.max_code], dtype=torch.uint8)
+    return np.int32(reference.from_codes(element, code).view(torch.int32).item())
+
+
+def _steps(element: StepsParams, mode: int) -> tuple[int, tuple[Any, ...]]:
+    plan = cpu._steps_plan(element)
+    cells, shift, firsts, starts = plan.index
+    steps = (cells, shift, firsts, starts, plan.codes, *plan.packed, plan.gaps, plan.code_pairs)
+    if mode == STOCHASTIC:
+        return block_loops.STEPS_STOCHASTIC, steps
+    if not cells.size:
+        return block_loops.STEPS_SEARCH, steps
+    packed = element.bits <= 8 and shift == CELL_BITS
+    return block_loops.STEPS_PACKED if packed else block_loops.STEPS_LOOKUP, steps
+
+
+def _values(element: Params, half: np.int32, back: np.float32) -> tuple[Any, ...]:
+    if isinstance(element, GridParams):
+        return block_loops.BY_GRID, half, back
+    by_float = isinstance(element, FloatParams) and element.bits > 8
+    return block_loops.BY_FLOAT if by_float else block_loops.BY_TABLE, half, back
+
+
+def _table(element: Params) -> Array:
+    if isinstance(element, StepsParams):
+        return element.decoded
+    if isinstance(element, FloatParams) and element.bits <= 8:
+        return cpu._float_table(element)
+    return np.empty(0, np.float32)
+
+
+_MADE: WeakKeyDictionary[BlockParams, _Made] = WeakKeyDictionary()
+
+
+def _made(p: BlockParams) -> _Made:
+    if p not in _MADE:
+        _MADE[p] = _Made(p)
+    return _MADE[p]
+
+
+def _spread(rows: int, numel: int, span: int, work: Callable[[tuple[int, int, int]], Any]) -> None:
+    """Spans over threads, if there is enough work."""
+    count = rows * -(-numel // span)
+    threads = min(cpu.threads(rows * numel), count)
+    if threads <= 1:
+        work((0, count, span))
+        return
+    step = -(-count // threads)
+    cpu.run_all([partial(work, (i, min(i + step, count), span)) for i in range(0, count, step)])
+
+
+def magnitudes(x: Tensor, block: int) -> Tensor:
+    """The largest magnitude of each block, as an int32 pattern [rows, blocks]; NaN is the largest of all."""
+    rows, numel = x.shape
+    width = min(block, SPAN)  # a longer block goes in pieces
+    source, found = x.numpy(), np.zeros((rows, -(-numel // width)), np.int32)
+    _spread(rows, numel, SPAN, lambda units: scale_loops.magnitudes(source, width, units, found))
+    pieces = torch.from_numpy(found)
+    each = -(-block // width)
+    return pad(pieces, (0, -pieces.shape[1] % each)).view(rows, -1, each).amax(-1)
+
+
+# One bit
+
+
+def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None) -> None:
+    """Rows into wires of one bit to an element; the threshold "mean" needs a second look and has no loop."""
+    if threshold == "mean":
+        onebit_reference.encode(x, wire, plan, threshold, residual)
+        return
+    held = wire.numpy()
+    args = (x.numpy(), NONE if residual is None else residual.numpy(), held, held.view(np.int32))
+    rest = (_signs(plan), threshold == "sign")
+    span = max(SPAN, plan.block)
+    _spread(x.shape[0], plan.numel, span, lambda units: onebit_loops.encode_rows(*args, units, *rest))
+
+
+def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
+    """The way back, or added to what is there."""
+    held = wire.numpy()
+    args = (out.numpy(), held, held.view(np.int32))
+    rest = (_signs(plan), np.float32(weight), add)
+    span = max(SPAN, plan.block)
+    _spread(out.shape[0], plan.numel, span, lambda units: onebit_loops.decode_rows(*args, units, *rest))
+
+
+def _signs(plan: SignPlan) -> tuple[Any, ...]:
+    return plan.block, plan.low_at, plan.high_at, np.int32(plan.tag)

@@ -1,0 +1,276 @@
+"""Block codecs in plain torch: the definition of every byte, for the fast kernels to equal.
+
+A row is cut into blocks of equal length (the last may be short). Each block has a scale; an element is
+stored as the code of `element / scale`. All arithmetic is float32, one rounding to an operation, and the
+only reductions are maxima, which no order of evaluation can change.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from thinwire.kernels import reference
+from thinwire.kernels.params import (
+    ABSMAX,
+    BFLOAT16,
+    CANONICAL_NAN,
+    E4M3,
+    E8M0,
+    FILLED,
+    GROUP,
+    MINMAX,
+    POW2_CEIL,
+    SCALE_NBYTES,
+    STOCHASTIC,
+    BlockParams,
+    FloatParams,
+    WirePlan,
+    _part_nbytes,
+    components,
+)
+from thinwire.kernels.reference import INFINITY, STREAM_BLOCK, Key
+
+#: float8_e4m3fn, the format of E4M3 scales
+SCALE_FORMAT = FloatParams(
+    exp=4, man=3, bias=7, subnormals=True, negative_zero=True, max_code=126, inf_code=-1, over_pos=126,
+    over_neg=254, inf_pos=126, inf_neg=254, nan_pos=127, nan_neg=255,
+)  # fmt: skip
+
+
+# Packing
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes [rows, n] as bytes [rows, packed_nbytes(n, bits)].
+
+    A part of eight bits or more is stored as little-endian bytes. A narrower part of b bits goes in
+    groups of 64 codes, laid out as 8/b rows of 8b: each column becomes a byte, the first row in its lowest
+    bits. Neighbouring codes thus land in neighbouring bytes, which suits vector units and GPUs.
+    """
+    codes = codes.long()
+    rows, numel = codes.shape
+    parts, shift = [], 0
+    for part in components(bits):
+        piece = codes >> shift & ((1 << part) - 1)
+        if part < 8:
+            piece = pad(piece, (0, -numel % GROUP)).view(rows, -1, 8 // part, 8 * part)
+            places = torch.arange(0, 8, part, device=codes.device).view(-1, 1)
+            packed = (piece << places).sum(-2).to(torch.uint8).view(rows, -1)
+        else:
+            places = torch.arange(0, part, 8, device=codes.device)
+            packed = (piece.unsqueeze(-1) >> places & 255).to(torch.uint8).view(rows, -1)
+        parts.append(pad(packed, (0, _part_nbytes(numel, part) - packed.shape[1])))
+        shift += part
+    return torch.cat(parts, 1)
+
+
+def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
+    """The way back: int64 codes [rows, numel]."""
+    rows = packed.shape[0]
+    codes = torch.zeros((rows, numel), dtype=torch.int64, device=packed.device)
+    at = shift = 0
+    for part in components(bits):
+        nbytes = _part_nbytes(numel, part)
+        piece = packed[:, at : at + nbytes].long()
+        if part < 8:
+            places = torch.arange(0, 8, part, device=packed.device).view(-1, 1)
+            piece = (piece.view(rows, -1, 1, 8 * part) >> places & ((1 << part) - 1)).view(rows, -1)
+        else:
+            places = torch.arange(0, part, 8, device=packed.device)
+            whole = piece[:, : numel * part // 8].view(rows, numel, part // 8)
+            piece = (whole << places).sum(-1)
+        codes |= piece[:, :numel] << shift
+        at, shift = at + nbytes, shift + part
+    return codes
+
+
+# Scales
+
+
+def block_scales(p: BlockParams, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block's scale as float32, and its base (zero unless MINMAX); NaN if anything is not finite."""
+    cut = _cut(u, p.block, 0.0)
+    magnitude = (cut.view(torch.int32) & 0x7FFFFFFF).amax(-1)  # as integers, so that NaN wins
+    largest = magnitude.view(torch.float32)
+    base = torch.zeros_like(largest)
+    limit = torch.tensor(p.limit, dtype=torch.float32, device=u.device)
+    if p.rule == MINMAX:
+        low, high = _cut(u, p.block, torch.inf).amin(-1), _cut(u, p.block, -torch.inf).amax(-1)
+        scale, base = high / limit - low / limit, low + 0.0
+        magnitude = torch.maximum(magnitude, (high - low).view(torch.int32))  # infinite if it does not fit
+    elif p.rule == ABSMAX:
+        scale = largest / limit
+    else:
+        scale = _power_of_two(magnitude, limit, ceil=p.rule == POW2_CEIL)
+    bad = magnitude >= INFINITY
+    return _poison(scale, bad), _poison(base, bad)
+
+
+def _power_of_two(magnitude: Tensor, limit: Tensor, *, ceil: bool) -> Tensor:
+    """2**e, e >= -127: the smallest that maps the block into the limit, or by exponents alone; NaN if e > 127."""
+    top = limit.view(torch.int32)
+    exponent = (magnitude >> 23) - (top >> 23)
+    if ceil:
+        exponent = exponent + ((magnitude & 0x7FFFFF) > (top & 0x7FFFFF)).int()
+    return _poison(_exp2(exponent.clamp(-127, 127)), exponent > 127)
+
+
+def _exp2(exponent: Tensor) -> Tensor:
+    return torch.where(exponent > -127, exponent + 127 << 23, 0x400000).view(torch.float32)
+
+
+def _poison(values: Tensor, bad: Tensor) -> Tensor:
+    nan = torch.tensor(CANONICAL_NAN, dtype=torch.int32, device=values.device)
+    return torch.where(bad, nan, values.view(torch.int32)).view(torch.float32)
+
+
+def store_scales(p: BlockParams, scale: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Scales [rows, blocks] as bytes, padded to whole words. `factor` [rows, 1] is that of E4M3."""
+    held = _stored(p, scale, factor)
+    return pad(held, (0, -held.shape[1] % 4))
+
+
+def _stored(p: BlockParams, scale: Tensor, factor: Tensor | None) -> Tensor:
+    if p.store == BFLOAT16:
+        up = (scale.view(torch.int32) + 0xFFFF >> 16).clamp(max=0x7F7F)  # a smaller scale would saturate
+        return _as_bytes(torch.where(scale.isnan(), CANONICAL_NAN >> 16, up).to(torch.int16))
+    if p.store == E8M0:
+        field = scale.view(torch.int32) >> 23
+        return torch.where(scale.isnan(), 255, field).to(torch.uint8)
+    if p.store == E4M3:
+        assert factor is not None
+        flat = (scale / factor).nan_to_num(0.0).flatten()  # 0/0 where a row is all zero
+        codes = reference.to_codes(SCALE_FORMAT, flat, 0).view(scale.shape)
+        return torch.where(scale.isnan(), 127, codes)
+    return _as_bytes(scale)
+
+
+def stored_scales(p: BlockParams, wire: Tensor, plan: WirePlan) -> Tensor:
+    """What the scales' bytes in a wire stand for, as float32 [rows, blocks]."""
+    count = p.blocks(plan.numel)
+    held = wire[:, plan.scales_at : plan.scales_at + count * SCALE_NBYTES[p.store]].contiguous()
+    if p.store == BFLOAT16:
+        return held.view(torch.bfloat16).float()
+    if p.store == E8M0:
+        return _poison(_exp2(held.int() - 127), held == 255)
+    if p.store == E4M3:
+        values = reference.from_codes(SCALE_FORMAT, held.flatten()).view(held.shape)
+        return values * _extra(wire, plan, 1)
+    return held.view(torch.float32)
+
+
+def _extra(wire: Tensor, plan: WirePlan, count: int) -> Tensor:
+    return wire[:, plan.extra_at : plan.extra_at + 4 * count].contiguous().view(torch.float32)
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+# Rows
+
+
+def encode(
+    p: BlockParams,
+    x: Tensor,
+    wire: Tensor,
+    plan: WirePlan,
+    key: Key | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Rows [rows, numel] into their wires. With FILLED, scales (and factor) are there already.
+
+    A residual is added first, and holds afterwards what the wire does not.
+    """
+    u = x.float() if residual is None else x.float() + residual
+    rows, numel = u.shape
+    if p.rule != FILLED:
+        scale, base = block_scales(p, u)
+        _put(wire, plan.scales_at, store_scales(p, scale))
+        if p.affine:
+            _put(wire, plan.extra_at, _as_bytes(base))
+    scale = _spread(stored_scales(p, wire, plan), p, numel)
+    before, inverse = _inverse(scale)
+    y = u * before
+    if p.affine:
+        y = y - _spread(_extra(wire, plan, p.blocks(numel)), p, numel) * before
+    y = y * inverse
+    words = _row_words(key, rows, numel, u.device) if p.mode == STOCHASTIC else None
+    codes = reference.to_codes(p.element, y.flatten(), p.mode, words).view(rows, numel).long()
+    codes = torch.where(scale.isnan(), 0, codes)
+    _put(wire, 0, pack(codes, p.element.bits))
+    tag = torch.tensor([plan.tag], dtype=torch.int64).to(torch.int32).view(torch.uint8).to(wire.device)
+    _put(wire, plan.nbytes - 4, tag.expand(rows, 4))
+    if residual is not None:
+        residual.copy_(u - decode(p, wire, plan))
+
+
+def decode(p: BlockParams, wire: Tensor, plan: WirePlan, weight: float = 1.0) -> Tensor:
+    """Wires [rows, nbytes] as float32 [rows, numel], times `weight`, which goes into the scales."""
+    numel = plan.numel
+    times = torch.tensor(weight, dtype=torch.float32, device=wire.device)
+    scale = _spread(stored_scales(p, wire, plan) * times, p, numel)
+    codes = unpack(wire, numel, p.element.bits)
+    values = reference.from_codes(p.element, codes.flatten()).view(codes.shape) * scale
+    if p.affine:
+        values = values + _spread(_extra(wire, plan, p.blocks(numel)) * times, p, numel)
+    return values
+
+
+def reduce(
+    p: BlockParams,
+    wires: Tensor,
+    out: Tensor,
+    plan: WirePlan,
+    weight: float,
+    key: Key | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Wires [K, rows, nbytes]: their weighted sum, in the order given, encoded anew."""
+    total = torch.zeros((wires.shape[1], plan.numel), device=wires.device)
+    for wire in wires:
+        total += decode(p, wire, plan, weight)
+    encode(p, total, out, plan, key, residual)
+
+
+def _inverse(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Two factors whose product is 1 / scale, such that neither overflows; (1, 0) for zero and NaN."""
+    before = torch.where(scale < 2.0**-64, 2.0**64, torch.where(scale > 2.0**64, 2.0**-64, 1.0))
+    usable = scale > 0
+    inverse = torch.where(usable, 1.0 / (scale * before), 0.0)
+    return torch.where(usable, before, 1.0), inverse
+
+
+def _cut(u: Tensor, block: int, filler: float) -> Tensor:
+    """[rows, n] as [rows, blocks, block]."""
+    rows, numel = u.shape
+    if not block:
+        return u.view(rows, 1, numel) if numel else u.view(rows, 0, 1)
+    return pad(u, (0, -numel % block), value=filler).view(rows, -1, block)
+
+
+def _spread(scale: Tensor, p: BlockParams, numel: int) -> Tensor:
+    """[rows, blocks] as [rows, n]."""
+    if not p.block:
+        return scale.expand(-1, numel) if numel else scale.new_empty((scale.shape[0], 0))
+    return scale.repeat_interleave(p.block, 1)[:, :numel]
+
+
+def _put(wire: Tensor, at: int, part: Tensor) -> None:
+    wire[:, at : at + part.shape[1]] = part
+
+
+def _row_words(key: Key | None, rows: int, numel: int, device: torch.device) -> Tensor:
+    """Random words for every row: each row starts at a whole block of the stream."""
+    assert key is not None
+    stride = -(-numel // STREAM_BLOCK) * STREAM_BLOCK
+    words = reference.stream_words(key, rows * stride, device)
+    return words.view(torch.int32).view(rows, stride)[:, :numel].reshape(-1).view(torch.uint32)
+
+
+def guard(wire: Tensor, tag: int, values: Tensor) -> Tensor:
+    """NaN for rows whose wire has another tag. On a CPU the tag was checked before."""
+    if wire.device.type == "cpu":
+        return values
+    found = wire[:, -4:].contiguous().view(torch.int32)
+    return torch.where(found == tag, values, torch.nan)

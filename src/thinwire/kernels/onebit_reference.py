@@ -1,0 +1,109 @@
+"""One bit to an element in plain torch: the definition of every byte, for the fast kernels to equal.
+
+A block of elements becomes their signs and two numbers: what a 0 and what a 1 stands for. Means are taken
+over integers, after a power of two has brought the block's largest magnitude under 2**24, so they do not
+depend on the order of summation.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from thinwire.kernels import block_reference
+from thinwire.kernels.reference import INFINITY
+
+SUM_BITS = 24  # 64 of them fit into 32 bits
+
+
+@dataclass(frozen=True)
+class SignPlan:
+    """Blocks, and where things lie in the wire of one row; bits are at 0, offsets in bytes."""
+
+    numel: int
+    block: int  #: a power of two, at least 64
+    nbytes: int
+    low_at: int  #: what a 0 stands for; -1 if it is minus what a 1 stands for
+    high_at: int
+    tag: int
+
+
+def levels(u: Tensor, counts: Tensor, threshold: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of blocks [..., block]: the bits, and what 0 and 1 stand for.
+
+    Elements beyond `counts` are padding. `threshold` is "zero" (two means), "mean" (the mean plus and
+    minus the mean deviation) or "sign" (plus and minus the mean magnitude).
+    """
+    pattern = u.view(torch.int32) & 0x7FFFFFFF
+    magnitude = pattern.amax(-1)
+    real = torch.arange(u.shape[-1], device=u.device) < counts.unsqueeze(-1)
+    bits = (u >= 0) & real
+    whole = _whole(u, magnitude)
+    if threshold == "sign":
+        high = _mean(whole.abs().sum(-1), counts, magnitude)
+        low = -high
+    elif threshold == "zero":
+        ones = bits.sum(-1)
+        high = _mean((whole * bits).sum(-1), ones, magnitude)
+        low = _mean((whole * ~bits).sum(-1), counts - ones, magnitude)
+    else:
+        mean = _mean(whole.sum(-1), counts, magnitude)
+        away = torch.where(real, u - mean.unsqueeze(-1), 0.0)
+        bits = (u >= mean.unsqueeze(-1)) & real
+        reach = (away.view(torch.int32) & 0x7FFFFFFF).amax(-1)
+        spread = _mean(_whole(away, reach).abs().sum(-1), counts, reach)
+        low, high = mean - spread, mean + spread
+        magnitude = torch.maximum(magnitude, reach)
+    bad = magnitude >= INFINITY
+    bits = bits & ~bad.unsqueeze(-1)
+    return bits, block_reference._poison(low + 0.0, bad), block_reference._poison(high + 0.0, bad)
+
+
+def _powers(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """Two powers of two; their product brings every magnitude of the block under 2**24."""
+    exponent = (magnitude >> 23).clamp(1, 254) - 126
+    first = (SUM_BITS - exponent) // 2
+    return block_reference._exp2(first), block_reference._exp2(SUM_BITS - exponent - first)
+
+
+def _whole(u: Tensor, magnitude: Tensor) -> Tensor:
+    one, other = (power.unsqueeze(-1) for power in _powers(magnitude))
+    return (u * one * other).round().nan_to_num(0.0, 0.0, 0.0).long()
+
+
+def _mean(total: Tensor, count: Tensor, magnitude: Tensor) -> Tensor:
+    one, other = _powers(magnitude)
+    return total.float() / count.clamp(min=1).float() * (1.0 / one) * (1.0 / other)
+
+
+def encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None = None) -> None:
+    """Rows [rows, numel] into their wires; a residual as in `block_reference.encode`."""
+    u = x.float() if residual is None else x.float() + residual
+    rows, numel = u.shape
+    cut = pad(u, (0, -numel % plan.block)).view(rows, -1, plan.block)
+    counts = torch.full((cut.shape[1],), plan.block, device=u.device)
+    counts[-1] -= -numel % plan.block
+    bits, low, high = levels(cut, counts, threshold)
+    packed = block_reference.pack(bits.view(rows, -1)[:, :numel], 1)
+    block_reference._put(wire, 0, packed)
+    if plan.low_at >= 0:
+        block_reference._put(wire, plan.low_at, block_reference._as_bytes(low))
+    block_reference._put(wire, plan.high_at, block_reference._as_bytes(high))
+    tag = torch.tensor([plan.tag], dtype=torch.int32).view(torch.uint8).to(wire.device)
+    block_reference._put(wire, plan.nbytes - 4, tag.expand(rows, 4))
+    if residual is not None:
+        residual.copy_(u - decode(wire, plan))
+
+
+def decode(wire: Tensor, plan: SignPlan, weight: float = 1.0) -> Tensor:
+    """Wires [rows, nbytes] as float32 [rows, numel], times `weight`, which goes into the two numbers."""
+    blocks = -(-plan.numel // plan.block)
+    times = torch.tensor(weight, dtype=torch.float32, device=wire.device)
+    high = wire[:, plan.high_at : plan.high_at + 4 * blocks].contiguous().view(torch.float32) * times
+    low = -high
+    if plan.low_at >= 0:
+        low = wire[:, plan.low_at : plan.low_at + 4 * blocks].contiguous().view(torch.float32) * times
+    bits = block_reference.unpack(wire, plan.numel, 1) == 1
+    high, low = (each.repeat_interleave(plan.block, 1)[:, : plan.numel] for each in (high, low))
+    return torch.where(bits, high, low)

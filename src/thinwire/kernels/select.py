@@ -1,0 +1,280 @@
+"""Which elements of a row are sent: the k largest, about the k largest, or those that reach a threshold.
+
+Everything here answers with places in ascending order. A choice is written as a bracket of two magnitude
+patterns: everything above `over` is taken, and from the band `lower`..`over` the first few, until there
+are k. The functions named `..._reference` are plain torch, define the result, and never wait for the device:
+they are what runs on a GPU. On a CPU `select_loops` does the same, faster:
+
+1. a sample of the row tells a magnitude that somewhat more than k elements reach;
+2. one pass gathers those that do (should they be too few or too many, all of the row is used instead);
+3. histograms over the bits of a pattern find the k-th largest of them exactly.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.kernels import block_reference, cpu, reference, select_loops
+from thinwire.kernels.params import Array
+from thinwire.kernels.reference import INFINITY
+
+MAGNITUDE = 0x7FFFFFFF
+SUM_BITS = 24  # magnitudes are summed as integers of so many bits: no order of summation changes the result
+WORTH_SAMPLING = 1 << 16  # elements; shorter rows are searched as they are
+
+
+def largest(u: Tensor, k: int) -> Tensor:
+    """The k largest magnitudes of each row [rows, n]; of equals the first. Places [rows, k], int64."""
+    if u.device.type != "cpu":
+        return largest_reference(u, k)
+    return _rows(u, k, lambda row, chosen: _largest_row(row, k, chosen))[0]
+
+
+def bisected(u: Tensor, k: int, rounds: int) -> Tensor:
+    """About the k largest of each row, by MSTopK's bisection; exactly k. Places [rows, k], int64."""
+    if u.device.type != "cpu":
+        return bisected_reference(u, k, rounds)
+    return _rows(u, k, lambda row, chosen: _bisected_row(row, k, rounds, chosen))[0]
+
+
+def reaching(u: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor]:
+    """Magnitudes of at least `threshold`, or the `room` largest if there are more.
+
+    Places [rows, room], int64, zero behind the last; and how many there are in each row [rows].
+    """
+    if u.device.type != "cpu":
+        return reaching_reference(u, threshold, room)
+    return _rows(u, room, lambda row, chosen: _reaching_row(row, threshold, chosen))
+
+
+def finite(u: Tensor) -> Tensor:
+    """Whether all of a row is finite; bool [rows]."""
+    if u.device.type != "cpu":
+        return (_magnitude(u) < INFINITY).all(-1)
+    top = np.int32(INFINITY - 1)
+    rows = u.contiguous().numpy().view(np.int32)
+    return torch.tensor([not any(_by_part(row.size, partial(_count_above, row, top))) for row in rows])
+
+
+def drawn(keys: Tensor, numel: int, k: int) -> Tensor:
+    """One place at random in each of k strata, by each row's key [rows, 4]. Places [rows, k], int64.
+
+    The words of a row are those of `reference.stream_words` for its key.
+    """
+    calls = reference.STREAM_BLOCK // 4
+    blocks = -(-k // reference.STREAM_BLOCK)
+    numbers = torch.arange(blocks * calls, device=keys.device).expand(keys.shape[0], -1)
+    key = tuple(each.unsqueeze(1) for each in keys.unbind(1))
+    words = reference.philox(numbers, key)  # type: ignore[arg-type]
+    stacked = torch.stack([each.view(-1, blocks, calls) for each in words], 2).flatten(1)[:, :k]
+    start, length = strata(numel, k, keys.device)
+    return start + (stacked * length >> 32)
+
+
+def strata(numel: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Start and length [k] of k consecutive parts that are as equal as can be; k is at most numel."""
+    edges = torch.arange(k + 1, device=device) * numel // k
+    return edges[:-1], edges[1:] - edges[:-1]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the elements of each row belong."""
+
+    at: Tensor  #: [rows, k], int64, ascending and inside the row
+    count: Tensor | None = None  #: [rows]: how many of the k are real; None: all
+    bad: Tensor | None = None  #: [rows], bool: places that are none, seen on a GPU
+
+    @property
+    def real(self) -> Tensor:
+        """Which of them count; bool [rows, k]."""
+        assert self.count is not None
+        return torch.arange(self.at.shape[1], device=self.at.device) < self.count.unsqueeze(1)
+
+
+def put(out: Tensor, places: Places, values: Tensor, *, add: bool) -> None:
+    """Values to their places. What is behind the last real one repeats it, which changes nothing."""
+    at = places.at
+    if places.count is not None:
+        last = (places.count - 1).clamp(min=0).unsqueeze(1)
+        at = torch.where(places.real, at, at.gather(1, last))
+        values = torch.where(places.real, values, values.gather(1, last))
+    held = out.gather(1, at)
+    values = held + values if add else values
+    if places.count is not None:
+        values = torch.where(places.count.unsqueeze(1) > 0, values, held)
+    out.scatter_(1, at, values)
+
+
+# In plain torch
+
+
+def largest_reference(u: Tensor, k: int) -> Tensor:
+    magnitude = _magnitude(u)
+    edge = _kth_reference(magnitude, k)
+    return _take_reference(magnitude, edge, edge, k)[0]
+
+
+def bisected_reference(u: Tensor, k: int, rounds: int) -> Tensor:
+    """Bisection as in the paper, except that no round counts anything.
+
+    More than k magnitudes reach a threshold if and only if the (k+1)-th largest does. What is not finite
+    reaches every threshold, and counts for neither the mean nor the maximum.
+    """
+    magnitude = _magnitude(u)
+    top, mean = _top_and_mean(magnitude)
+    rank = _kth_reference(magnitude, k + 1) if k < u.shape[1] else torch.full_like(top, -1)
+    more = mean.view(torch.int32) <= rank
+    low = torch.where(more, mean, 0.0)
+    high = torch.where(more, top.view(torch.float32), mean)
+    above = torch.where(more, torch.inf, mean)
+    for _ in range(rounds):
+        middle = low + (high - low) * 0.5
+        more = middle.view(torch.int32) <= rank
+        low, high = torch.where(more, middle, low), torch.where(more, high, middle)
+        above = torch.where(more, above, middle)
+    flooded = rank >= INFINITY
+    over = torch.where(flooded, MAGNITUDE, above.view(torch.int32) - 1)
+    lower = torch.where(flooded, INFINITY, low.view(torch.int32))
+    return _take_reference(magnitude, over, lower, k)[0]
+
+
+def reaching_reference(u: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor]:
+    magnitude = _magnitude(u)
+    edge = _kth_reference(magnitude, room)
+    reach = _pattern(threshold)
+    crowded = (magnitude >= reach).sum(-1, keepdim=True) > room
+    over, lower = torch.where(crowded, edge, reach - 1), torch.where(crowded, edge, MAGNITUDE)
+    return _take_reference(magnitude, over, lower, room)
+
+
+def _magnitude(u: Tensor) -> Tensor:
+    return u.view(torch.int32) & MAGNITUDE
+
+
+def _kth_reference(magnitude: Tensor, k: int) -> Tensor:
+    """The k-th largest pattern of each row [rows, 1]."""
+    return magnitude.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
+
+
+def _take_reference(magnitude: Tensor, over: Tensor, lower: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Places [rows, k] of what a bracket chooses, zero behind the last, and their number [rows]."""
+    above = magnitude > over
+    band = (magnitude >= lower) & (magnitude <= over)
+    left = k - above.sum(-1, keepdim=True)
+    chosen = above | band & (band.cumsum(-1, dtype=torch.int32) <= left)
+    places = [torch.nonzero_static(row, size=k, fill_value=0).view(k) for row in chosen]
+    return torch.stack(places), chosen.sum(-1)
+
+
+def _top_and_mean(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the finite magnitudes of each row [rows, 1]: the largest's pattern, and the mean over the row."""
+    finite = torch.where(magnitude < INFINITY, magnitude, 0)
+    top = finite.amax(-1, keepdim=True)
+    one, other = _powers(top)
+    total = (finite.view(torch.float32) * one * other).round().long().sum(-1, keepdim=True)
+    mean = total.float() / float(magnitude.shape[1]) * (1.0 / one) * (1.0 / other)
+    return top, torch.minimum(mean, top.view(torch.float32))
+
+
+def _powers(top: Tensor) -> tuple[Tensor, Tensor]:
+    """Two powers of two; their product brings magnitudes up to `top` under 2**SUM_BITS."""
+    exponent = (top >> 23).clamp(1, 254) - 126
+    half = (SUM_BITS - exponent) // 2
+    return block_reference._exp2(half), block_reference._exp2(SUM_BITS - exponent - half)
+
+
+# On the CPU, row by row
+
+
+def _rows(u: Tensor, k: int, choose: Callable[[Array, Array], int]) -> tuple[Tensor, Tensor]:
+    chosen = np.zeros((u.shape[0], k), np.int64)
+    patterns = u.contiguous().numpy().view(np.int32)
+    counts = [choose(row, places) for row, places in zip(patterns, chosen, strict=True)]
+    return torch.from_numpy(chosen), torch.tensor(counts)
+
+
+def _largest_row(row: Array, k: int, chosen: Array) -> int:
+    found = _narrow(row, k)
+    edge = select_loops.kth_largest(found.patterns, k)
+    return _take(found, edge, edge, chosen)
+
+
+def _bisected_row(row: Array, k: int, rounds: int, chosen: Array) -> int:
+    found = _narrow(row, k + 1)
+    rank = select_loops.kth_largest(found.patterns, k + 1) if k < row.size else np.int32(-1)
+    top = np.int32(max(_by_part(row.size, lambda s: select_loops.largest_finite(row[s]))))
+    one, other = (np.float32(each.item()) for each in _powers(torch.tensor(top)))
+    total = sum(_by_part(row.size, lambda s: select_loops.whole_sum(row[s], one, other)))
+    mean = np.float32(total) / np.float32(row.size) * (np.float32(1) / one) * (np.float32(1) / other)
+    mean = min(np.float32(mean), top.view(np.float32))
+    over, lower = select_loops.bisect(rank, mean, top.view(np.float32), rounds)
+    whole = _Found(row) if lower < found.edge else found
+    return _take(whole, np.int32(over), np.int32(lower), chosen)
+
+
+def _reaching_row(row: Array, threshold: float, chosen: Array) -> int:
+    reach = np.int32(_pattern(threshold))
+    if sum(_by_part(row.size, partial(_count_above, row, np.int32(reach - 1)))) > chosen.size:
+        return _largest_row(row, chosen.size, chosen)
+    return int(select_loops.take(row, np.int32(reach - 1), np.int32(MAGNITUDE), 0, chosen))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Every element of a row from `edge` on: patterns, and their places unless it is the whole row."""
+
+    patterns: Array
+    places: Array | None = None
+    edge: int = 0
+
+
+def _narrow(row: Array, k: int) -> _Found:
+    """The elements among which the k largest are; the whole row where there is nothing to gain."""
+    if row.size < WORTH_SAMPLING or 8 * k > row.size:
+        return _Found(row)
+    held = np.empty(row.size // (select_loops.SPAN * select_loops.SAMPLED) * select_loops.SPAN, np.int32)
+    select_loops.sample(row, held)
+    expected = k / select_loops.SAMPLED
+    rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 8), held.size)
+    edge = np.int32(select_loops.kth_largest(held, rank))
+    parts = _by_part(row.size, partial(_gather, row, edge, 2 * select_loops.SAMPLED * rank))
+    if any(part is None for part in parts):
+        return _Found(row)
+    patterns, places = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return _Found(patterns, places, int(edge)) if patterns.size >= k else _Found(row)
+
+
+def _gather(row: Array, edge: np.int32, room: int, part: slice) -> tuple[Array, Array] | None:
+    places, patterns = np.empty(room, np.int64), np.empty(room, np.int32)
+    count = select_loops.gather(row[part], edge, part.start, places, patterns)
+    return None if count < 0 else (patterns[:count], places[:count])
+
+
+def _take(found: _Found, over: np.int32, lower: np.int32, chosen: Array) -> int:
+    left = chosen.size - sum(_by_part(found.patterns.size, partial(_count_above, found.patterns, over)))
+    count = int(select_loops.take(found.patterns, over, lower, left, chosen))
+    if found.places is not None:
+        chosen[:] = found.places[chosen]
+    return count
+
+
+def _count_above(patterns: Array, over: np.int32, part: slice) -> int:
+    return int(select_loops.count_above(patterns[part], over))
+
+
+def _by_part(numel: int, loop: Callable[[slice], Any]) -> list[Any]:
+    """What a loop returns for consecutive parts of a row, which threads work on at the same time."""
+    found: dict[int, Any] = {}
+    cpu._spread(numel, lambda part, start: found.__setitem__(start, loop(part)))
+    return [found[start] for start in sorted(found)]
+
+
+def _pattern(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
