@@ -7,10 +7,10 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   a tour of the number formats: a table and a picture (a minute the first time)"
-	@echo "make test   every test (three minutes on two cores)"
+	@echo "make demo   a tour of the codecs: wires, tables and a picture (two minutes the first time)"
+	@echo "make test   every test (ten minutes on two cores)"
 	@echo "make check  lint, format, types, layers"
-	@echo "make bench  speed of the formats against a copy and against other libraries (three minutes)"
+	@echo "make bench  speed of formats and codecs against a copy and against other libraries (ten minutes)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"
 
 .venv/.made:
@@ -40,7 +40,7 @@ help:
 	@touch $@
 
 demo: .venv/.demo
-	@$(BIN)/thinwire formats tour --plot formats.png
+	@$(BIN)/thinwire codecs tour --plot codecs.png
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -53,10 +53,11 @@ check: .venv/.dev
 
 bench: .venv/.peers
 	$(BIN)/thinwire bench formats --save benchmarks/results
+	$(BIN)/thinwire bench codecs --save benchmarks/results
 	@$(MAKE) --no-print-directory docs
 
 docs: .venv/.dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png codecs.png

@@ -70,6 +70,13 @@ class Scaling:
             raise CodecError("an e8m0 scale is a power of two; choose pow2 or floor")
         if self.store == "e8m0" and self.margin == "sqrt":
             raise CodecError("the square root of the world is no power of two; store the scale as float32")
+        if self.margin and not self.shared:
+            raise CodecError(f"the margin '{self.margin}' is for shared scales")
+        self._check_value()
+
+    def _check_value(self) -> None:
+        if self.choose not in ("percentile", "rms", "cells", "fixed"):
+            object.__setattr__(self, "value", 0.0)
         if self.choose == "percentile" and not 0 < self.value <= 100:
             raise CodecError(f"a percentile lies in (0, 100], not {self.value}")
         if self.choose in ("rms", "cells") and not 0 < self.value < 1e6:
@@ -87,20 +94,20 @@ class Scaling:
 def scales(scaling: Scaling, u: Tensor, block: int, limit: float, world: int = 1) -> Tensor:
     """Float32 scales [rows, blocks] of [rows, n]; `block` 0 is the whole row."""
     rows, numel = u.shape
-    block = block or max(numel, 1)
+    block = min(block or numel, max(numel, 1)) or 1
     u = u.float()
     magnitude = kernels.magnitudes(u, block)
     found = magnitude.view(torch.float32)
     if scaling.choose in ("l2", "rms", "cells", "percentile"):
         padded = pad(u, (0, -numel % block)).view(rows, -1, block)
         found = _reach(scaling, padded, magnitude, numel)
+    if scaling.margin == "world":
+        found = (found * world).clamp(max=torch.finfo(torch.float32).max)
     if scaling.choose == "fixed":
         scale = torch.full_like(found, 10.0**scaling.value)
     elif scaling.choose in ("pow2", "floor"):
-        top = _number(limit, u)
-        reach = found * world if scaling.margin == "world" else found
-        reach = reach.clamp(max=torch.finfo(torch.float32).max).view(torch.int32)
-        scale = block_reference._power_of_two(reach, top, ceil=scaling.choose == "pow2")
+        pattern = found.view(torch.int32)
+        scale = block_reference._power_of_two(pattern, _number(limit, u), ceil=scaling.choose == "pow2")
     else:
         scale = found / _number(limit + 0.5 * (scaling.choose == "cells"), u)
     if scaling.margin == "sqrt":

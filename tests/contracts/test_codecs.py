@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire import Stream, codecs
+from thinwire import Stream, codecs, formats
 from thinwire.codecs import (
     CODECS,
     Block,
@@ -47,6 +47,7 @@ every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS)
 SHARING = {name: codec for name, codec in CODECS.items() if codec.agreement(1)}
 every_sharing = pytest.mark.parametrize("codec", SHARING.values(), ids=list(SHARING))
 EDGES = [0, 1, 2, 3, 31, 33, 63, 64, 65, 127, 128, 129, 255, 257, 511, 513, 1023, 1025, 4097]
+numbers = st.lists(st.floats(-(2.0**110), 2.0**110, width=32), min_size=1, max_size=200)
 numels = st.sampled_from(EDGES) | st.integers(0, 700)
 shapes = st.tuples(st.lists(st.integers(0, 3), max_size=2), numels).map(lambda each: (*each[0], each[1]))
 
@@ -250,9 +251,9 @@ def block_bound(codec, x, row):
     low, high = max(scale - slack, 0.0), min(scale + slack, LARGEST)
     edge = np.where(x < 0, -format.min, format.max)
     beyond = np.maximum(size - low * edge, 0.0)
-    gaps = [gap_around(values, x / each) for each in (low, high) if each > 0]
+    outer = x / low if low > 0 else np.sign(x) * LARGEST
     nearest = codec.rounding == "nearest" and not isinstance(format, Posit)
-    rounding = high * np.max(gaps, 0) * (0.5 if nearest else 1.0) if gaps else 0.0
+    rounding = high * widest_gap(values, outer) * (0.5 if nearest else 1.0)
     return rounding + beyond + 8 * UNIT * size + LAST
 
 
@@ -261,8 +262,10 @@ def scale_of(codec, size, row):
     how, limit = codec.scaling, codec._format.max
     if how.margin == "world":
         limit = 2.0 ** math.floor(math.log2(limit))
+    if isinstance(codec.format, Posit):
+        limit = 1.0  # where posits are finest
     top = size.max()
-    digits, last = {"float32": (24, LAST), "bfloat16": (8, 2.0**-133)}.get(how.store, (math.inf, 0.0))
+    digits, last = {"float32": (24, LAST), "bfloat16": (7, 2.0**-133)}.get(how.store, (math.inf, 0.0))
     if how.choose == "fixed":
         return 10.0**how.value, UNIT * 10.0**how.value
     if how.choose in ("pow2", "floor"):
@@ -292,11 +295,13 @@ def reach_of(how, size):
     return size.max()
 
 
-def gap_around(values, y):
-    """The distance between the neighbours of y among the values; nothing beyond their ends."""
-    above = np.searchsorted(values, y).clip(1, values.size - 1)
-    gap = values[above] - values[above - 1]
-    return np.where((y < values[0]) | (y > values[-1]), 0.0, gap)
+def widest_gap(values, y):
+    """The largest distance between neighbours among the values, from zero out to y or the last value."""
+    gaps, ends = np.diff(values), values[1:]
+    out = np.where(ends > 0, np.maximum.accumulate(np.where(ends > 0, gaps, 0.0)), 0.0)
+    back = np.maximum.accumulate(np.where(values[:-1] < 0, gaps, 0.0)[::-1])[::-1]
+    place = np.searchsorted(values, y).clip(1, values.size - 1) - 1
+    return np.where(y < 0, back[place], out[place])
 
 
 @by_block
@@ -410,7 +415,10 @@ def test_every_kind_of_data_arrives_finite_and_within_the_bound(codec, kind):
 
 @every_codec
 @drawn(10)
-@given(values=st.lists(st.floats(-3e34, 3e34, width=32), min_size=1, max_size=200), copies=st.integers(1, 4))
+@given(
+    values=st.lists(st.floats(-(2.0**110), 2.0**110, width=32), min_size=1, max_size=200),
+    copies=st.integers(1, 4),
+)
 def test_any_numbers_arrive_within_the_bound(codec, values, copies):
     x = torch.tensor(values * copies)
     top = range_of(codec, x.numel())
@@ -444,14 +452,19 @@ def test_zeros_among_other_numbers_stay_zero_exactly_if_that_is_promised(codec):
     assert all(kept) if codec.keeps_zeros else not all(kept)
 
 
-@every_codec
-def test_constants_arrive_to_a_few_units_if_the_scale_is_the_largest_magnitude(codec):
-    exact = isinstance(codec, MaxMin | OneBitColumn | OneBit)
-    scaled = isinstance(codec, Block) and codec.scaling == Scaling() and not codec.needs_rng
-    for value in (1.0, -0.3, 7e-4, 123456.7):
-        x = torch.full((300,), value)
-        off = (round_trip(codec, x) - x).abs().max() / abs(value)
-        assert off <= (4 * UNIT if exact or scaled else 1.0)
+REACHING = [
+    codec
+    for codec in CODECS.values()
+    if isinstance(codec, MaxMin | OneBit | OneBitColumn)
+    or (isinstance(codec, Block) and codec.scaling == Scaling() and not codec.needs_rng)
+]
+
+
+@pytest.mark.parametrize("codec", REACHING, ids=lambda codec: codec.spec)
+@pytest.mark.parametrize("value", [1.0, -0.3, 7e-4, 123456.7])
+def test_constants_arrive_to_a_few_units_if_the_largest_magnitude_can(codec, value):
+    x = torch.full((300,), value)
+    assert float((round_trip(codec, x) - x).abs().max()) <= 4 * UNIT * abs(value)
 
 
 # Not finite
@@ -619,7 +632,7 @@ def test_decode_add_adds_the_weighted_vector_in_place(codec, numel):
     wire = encoded(codec, x)
     for weight in (1.0, -1.0, 0.3, 0.0):
         expected = weighted(codec, wire, numel, weight)
-        for out in (before.clone(), before.T.contiguous().T):
+        for out in (before.clone(), torch.empty(numel, 2).T.copy_(before)):
             assert codec.decode_add(wire, out, weight) is out
             if expected is not None:
                 assert same(out, before + expected)
@@ -883,17 +896,20 @@ def test_one_bad_rank_is_seen_by_all(codec, bad):
         assert bool(codec.decode(encoded(codec, x, shared=shared), 200).isnan().all())
 
 
-@pytest.mark.parametrize("world", [2, 3, 5, 8, 64])
+@pytest.mark.parametrize("world", [2, 3, 5, 8, 17, 64])
 @pytest.mark.parametrize("spec", [name for name, each in SHARING.items() if each.scaling.margin == "world"])
 def test_a_sum_over_all_ranks_at_the_top_does_not_overflow_the_format(spec, world):
+    """Every rank has the largest magnitude: all over a binade, in rows of one element."""
     codec = CODECS[spec]
-    for seed in range(20):
-        x = gauss(100, seed=seed).abs()
-        shared = agreed(codec, [x], world)
-        wire = encoded(codec, x, shared=shared)
-        (scale,) = (2.0 ** (scale_bytes(codec, wire, 100)[:1].double() - 127)).tolist()
-        total = world * codec.decode(wire, 100).double() / scale
-        assert float(total.max()) <= codec._format.max
+    x = torch.cat((torch.linspace(1, 2, 500), torch.tensor([4.0, 8.0, 16.0, 64.0]) / world)).view(-1, 1)
+    wire = encoded(codec, x, shared=agreed(codec, [x], world))
+    scale = 2.0 ** (scale_bytes(codec, wire, 1)[:, :1].double() - 127)
+    total = world * codec.decode(wire, 1).double() / scale
+    if codec.format.man:
+        assert float(total.max()) <= codec.format.max
+        assert float(total.min()) > codec.format.max / 8  # and no more room than that is left
+    else:  # powers of two alone: a rank's share may be rounded up by a third
+        assert float(total.max()) <= codec.format.max * 4 / 3
 
 
 @every_sharing
@@ -910,9 +926,13 @@ def test_summaries_have_a_shape_for_every_batch_and_device(codec):
 def test_shared_scales_that_do_not_fit_are_refused(codec):
     x = gauss(2, 100)
     shared = codec.summary(x)
-    for wrong in (shared[0], torch.cat((shared, shared), -1), shared.squeeze(-1)):
+    wrong = [shared[0], torch.cat((shared, shared), -1), shared.squeeze(-1), shared.tolist()]
+    wrong += [shared.to(dtype) for dtype in (torch.float32, torch.int64, torch.int16)]
+    for each in wrong:
         with pytest.raises(InputError, match="shared must be"):
-            encoded(codec, x, shared=wrong)
+            encoded(codec, x, shared=each)
+    with pytest.raises(CodecError, match="at least one rank, not 0"):
+        codec.summary(x, 0)
     with pytest.raises(InputError, match="float64"):
         codec.summary(x.double())
 
@@ -956,21 +976,24 @@ def test_results_do_not_depend_on_threads(spec):
 
 
 FORMATS = [
-    "int2", "int4", "int7", "int8", "int12", "int16", "fixed2.6", "float4_e2m1fn", "float6_e2m3fn",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "e3m0", "e5m4", "float16", "nf4", "dynamic_tree",
-    "uniform8s", "posit8_1", "posit10_1", "posit16_1",
+    *(f"int{width}" for width in range(2, 17)), "ternary", "fixed2.6", "fixed8.8", "float4_e2m1fn",
+    "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e3m4",
+    "e3m0", "e5m4", "e6m9", "float16", "nf4", "dynamic_tree", "linear_legacy", "uniform8s", "bnb_dynamic",
+    "normal8", "posit8_1", "posit10_1", "posit16_1",
 ]  # fmt: skip
 LAYOUTS = [
     (16, "nearest", Scaling()),
     (64, "stochastic", Scaling()),
+    (128, "up", Scaling()),
     (256, "nearest", Scaling("pow2", store="e8m0")),
     (4096, "nearest", Scaling(store="bfloat16")),
     (8192, "zero", Scaling("floor")),
+    (64, "away", Scaling("pow2", store="bfloat16")),
     (None, "nearest", Scaling()),
     (32, "stochastic", Scaling("floor", store="e8m0")),
     (16, "nearest", Scaling(store="e4m3")),
 ]
-GRID_SIZES = (1, 5, 64, 1000, 9000)
+GRID_SIZES = (1, 5, 63, 64, 65, 1000, 4097, 9000)
 
 
 def awkward(numel):
@@ -983,6 +1006,8 @@ def awkward(numel):
         x[1, 100], x[0, 900] = math.nan, math.inf
         x[1, 512:600] *= 1e-38
         x[1, 640:704] = LAST
+    if numel >= 4000:
+        x[1, 2048:3072] = torch.where(gauss(1024) < 0, -0.0, 0.0)
     return x
 
 
@@ -1019,8 +1044,11 @@ def compare_blocks(codec, numel):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_cpu_blocks_equal_the_reference_bit_for_bit(format):
-    for (block, rounding, scaling), numel in itertools.product(LAYOUTS, GRID_SIZES):
-        compare_blocks(Block(format, block, rounding, scaling, label="x"), numel)
+    for block, rounding, scaling in LAYOUTS:
+        if rounding in formats.get(format).roundings:
+            codec = Block(format, block, rounding, scaling, label="x")
+            for numel in GRID_SIZES:
+                compare_blocks(codec, numel)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8])

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import formats
+from thinwire import codecs, formats, zoo
+from thinwire.codecs import CODECS
 from thinwire.formats import FORMATS
 
 ROOT = Path(__file__).parents[2]
@@ -30,14 +31,20 @@ LONG = {
 
 def test_public_names_are_pinned():
     assert sorted(thinwire.__all__) == [
-        "FormatError", "InputError", "MissingDependencyError", "Rounding", "Stream", "ThinwireError",
-        "UnknownFormatError", "__version__", "formats",
+        "Channel", "CodecError", "FormatError", "InputError", "MissingDependencyError", "Rounding", "Stream",
+        "ThinwireError", "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "codecs",
+        "formats", "zoo",
     ]  # fmt: skip
     assert sorted(formats.__all__) == [
         "Dettmers", "E8M0", "FORMATS", "Fixed", "Float", "Format", "Int", "Posit", "Table", "Uniform",
         "accuracy", "describe", "exponential", "get", "normal_quantiles", "picture",
     ]  # fmt: skip
-    for module in (thinwire, formats):
+    assert sorted(codecs.__all__) == [
+        "Block", "CODECS", "Cast", "Codec", "DctTopK", "MSTopK", "MaxMin", "OneBit", "OneBitColumn", "RandomK",
+        "Section", "Threshold", "TopK", "accuracy", "describe", "elias", "footprint", "get", "picture",
+    ]  # fmt: skip
+    assert sorted(zoo.__all__) == ["Entry", "MODELS", "get", "shapes"]
+    for module in (thinwire, formats, codecs, zoo):
         assert all(hasattr(module, name) for name in module.__all__)
 
 
@@ -98,12 +105,17 @@ def test_results_say_where_they_come_from(path):
     for key in ("date", "commit", "machine", "package", "kernels"):
         assert record[key]
     assert "dirty" not in record["commit"]
-    assert {row["format"] for row in record["rows"]} <= set(FORMATS)
+    if path.stem.startswith("formats"):
+        assert {row["format"] for row in record["rows"]} <= set(FORMATS)
+    else:
+        assert {row["spec"] for row in record["rows"]} >= set(CODECS)
 
 
 def modules_with_examples():
     for each in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
-        if each.name.endswith(("__main__", "kernels.programs", "kernels.cuda")):
+        if each.name.endswith(
+            ("__main__", "kernels.programs", "kernels.cuda", "kernels.block_programs", "kernels.block_cuda")
+        ):
             continue
         yield each.name
 
@@ -111,16 +123,19 @@ def modules_with_examples():
 @pytest.mark.parametrize("name", sorted(modules_with_examples()))
 def test_examples_in_docstrings_run(name):
     module = importlib.import_module(name)
-    result = doctest.testmod(module, extraglobs={"torch": torch})
+    result = doctest.testmod(module, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 
 
-def test_readme_python_runs():
-    for block in re.findall(r"```python\n(.*?)```", README, re.S):
+@pytest.mark.parametrize("name", ["README.md", "docs/codecs.md"])
+def test_python_in_the_docs_runs(name):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+    assert blocks
+    for block in blocks:
         if ">>>" in block:
-            examples = doctest.DocTestParser().get_doctest(block, {"torch": torch}, "README", "README.md", 0)
+            examples = doctest.DocTestParser().get_doctest(block, {"torch": torch}, name, name, 0)
             runner = doctest.DocTestRunner()
             runner.run(examples)
             assert runner.failures == 0
         else:
-            exec(compile(block, "README.md", "exec"), {})
+            exec(compile(block, name, "exec"), {})

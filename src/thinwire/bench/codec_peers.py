@@ -3,8 +3,8 @@ quantising DDP hooks, block int8 in a few lines of torch (eager and compiled), `
 own reference in eager torch.
 
 A case names the codec that does the nearest thing, so that its bytes are what counts and its speed stands
-beside. Libraries that can write into memory that is already there do so. Nothing is allocated before a case is
-prepared for an input.
+beside. Libraries that can write into memory that is already there do so; nothing is allocated before a case
+is prepared for an input.
 """
 
 import importlib
@@ -32,16 +32,16 @@ Case = tuple[str, str, Prepare]  # codec, operation, what to time for an input
 
 
 def bitsandbytes_blocks(x: Tensor) -> Iterator[Case]:
-    """Its dynamic tree and its 4-bit types."""
-    del x
+    """Its dynamic tree and its 4-bit types; on a CPU it always decodes into new memory."""
+    on_gpu = x.device.type == "cuda"
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     bnb: Any = importlib.import_module("bitsandbytes.functional")
     for block in (4096, 256):
         quantize = partial(bnb.quantize_blockwise, blocksize=block)
-        yield from _there_and_back(f"tree8/{block}", quantize, bnb.dequantize_blockwise, takes_out=True)
+        yield from _there_and_back(f"tree8/{block}", quantize, bnb.dequantize_blockwise, takes_out=on_gpu)
     for name, spec in (("nf4", "nf4/64"), ("fp4", "e2m1fn/64")):
         quantize = partial(bnb.quantize_4bit, blocksize=64, quant_type=name)
-        yield from _there_and_back(spec, quantize, bnb.dequantize_4bit, takes_out=True)
+        yield from _there_and_back(spec, quantize, bnb.dequantize_4bit, takes_out=on_gpu)
 
 
 def torchao_mx(x: Tensor) -> Iterator[Case]:
@@ -122,7 +122,7 @@ def eager_blocks(x: Tensor) -> Iterator[Case]:
 
 
 def compiled_blocks(x: Tensor) -> Iterator[Case]:
-    """The same through `torch.compile`, for one size of input."""
+    """The same through `torch.compile`, which is done with it after two sizes of input."""
     del x
     yield from _blocks(_compiled)
 
@@ -164,7 +164,7 @@ def add_int8(codes: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def _compiled(function: Callable[..., Any], *args: Tensor) -> timing.Call:
-    made = torch.compile(function, dynamic=False)
+    made = torch.compile(function)
     begin = time.perf_counter()
     made(*args)
     taken_s = time.perf_counter() - begin

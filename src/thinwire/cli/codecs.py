@@ -5,10 +5,23 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire import __version__
+from thinwire.cli.output import Json, Plot, print_json, print_table
+from thinwire.errors import MissingDependencyError
 
 app = typer.Typer(help="Codecs: list, draw their wires, measure what they lose.", invoke_without_command=True)
 
+TOUR = (
+    "bf16",
+    "int8/256",
+    "e4m3fn/128",
+    "nvfp4",
+    "int4/128",
+    "qsgd4/512",
+    "qsgd2/128",
+    "onebit/64",
+    "topk/0.01",
+)
 STUDY_NETS = ("alexnet", "vgg19", "resnet50", "resnet152", "resnet110", "an4_lstm")
 
 
@@ -98,10 +111,11 @@ def codecs_error(
     file: Annotated[Path | None, typer.Option(help="Your own numbers: a .npy or .pt file.")] = None,
     samples: Annotated[int, typer.Option(help="Numbers drawn from each distribution.", min=1)] = 1 << 20,
     seed: Annotated[int, typer.Option(help="For the samples and for random rounding.", min=0)] = 0,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """What codecs lose: squared error relative to the vector's own square, on three distributions or a file."""
-    from thinwire.codecs import CODECS, accuracy, get
+    """What codecs lose: squared error over squared norm, on three distributions or your file."""
+    from thinwire.codecs import CODECS, accuracy, get, picture
     from thinwire.formats.accuracy import load
 
     chosen = [get(spec) for spec in specs] if specs else list(CODECS.values())
@@ -110,9 +124,17 @@ def codecs_error(
     else:
         data = {name: accuracy.sample(name, samples, seed) for name in accuracy.DISTRIBUTIONS}
     table = accuracy.error_table(chosen, data, seed)
+    if plot:
+        picture.plot(table, plot)
     if as_json:
         print_json(table)
         return
+    _print_errors(table, list(data))
+    if plot:
+        typer.echo(f"plot: {plot}")
+
+
+def _print_errors(table: list[dict[str, Any]], data: list[str]) -> None:
     cells = {(row["spec"], row["data"]): f"{row['distortion']:.3g}" for row in table}
     bits = {row["spec"]: f"{row['bits_per_element']:.3f}" for row in table}
     rows = [(spec, bits[spec], *(cells[spec, name] for name in data)) for spec in bits]
@@ -120,6 +142,41 @@ def codecs_error(
     print_table(
         "squared error / squared norm, without feedback", header, rows, right=tuple(range(1, len(header)))
     )
+
+
+@app.command("tour")
+def codecs_tour(plot: Plot = Path("codecs.png")) -> None:
+    """A short tour that ends with a table and a picture: what `make demo` runs."""
+    import torch
+
+    from thinwire.channel import Channel
+    from thinwire.codecs import CODECS, accuracy, describe, get, picture
+
+    typer.secho(f"thinwire {__version__}: {len(CODECS)} kinds of codecs, one interface\n", bold=True)
+    typer.echo("A vector of 4096 numbers takes 16,384 bytes. As int4/128 it is this wire:\n")
+    for line in describe.draw(get("int4/128"), 4096):
+        typer.echo(f"  {line}")
+    typer.echo("\nOne gradient of some networks, as the methods of the communication study would send it:")
+    print_bytes()
+    typer.echo("\nWhat some codecs lose on a million numbers (the first use compiles, a minute at most):")
+    data = {name: accuracy.sample(name, 1 << 20) for name in accuracy.DISTRIBUTIONS}
+    _print_errors(accuracy.error_table([get(spec) for spec in TOUR], data), list(data))
+    typer.echo("One bit is crude, but what it owes is sent later (error feedback). The mean of what arrived:")
+    x = data["gaussian"][:4096]
+    channel, total = Channel("onebit/64+ef"), torch.zeros(4096)
+    for step in range(1, 101):
+        channel._codec.decode_add(channel.encode(x, "gradient"), total)
+        if step in (1, 10, 100):
+            error = float((total / step - x).norm() / x.norm())
+            typer.echo(f"  after {step:3} steps: off by {100 * error:5.1f} %")
+    if plot:
+        try:
+            table = accuracy.error_table(CODECS.values(), {"gaussian": data["gaussian"][: 1 << 17]})
+            picture.plot(table, plot)
+            typer.echo(f"\nBits against error for every codec, as a picture: {plot.resolve()}")
+        except MissingDependencyError as error:
+            typer.echo(f"\nNo picture: {error}")
+    typer.echo("Next: thinwire codecs | codecs show nvfp4 | bytes resnet50 int8/256 | formats tour")
 
 
 def print_bytes(

@@ -12,7 +12,7 @@
 
 import functools
 
-from thinwire.codecs import accuracy, describe, elias, footprint
+from thinwire.codecs import accuracy, describe, elias, footprint, picture
 from thinwire.codecs.base import Codec, Section
 from thinwire.codecs.block import Block
 from thinwire.codecs.cast import Cast
@@ -42,6 +42,7 @@ __all__ = [
     "elias",
     "footprint",
     "get",
+    "picture",
 ]
 
 

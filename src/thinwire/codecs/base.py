@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire import buffers
 from thinwire.errors import CodecError, InputError, WireError
 from thinwire.rounding import Stream
 
@@ -176,36 +177,36 @@ class Codec(abc.ABC):
         """
         self._check_encode(x, rng, residual, shared)
         numel = x.shape[-1]
-        target = _target(out, (*x.shape[:-1], self.nbytes(numel)), torch.uint8, x.device)
+        target = buffers.target(out, (*x.shape[:-1], self.nbytes(numel)), torch.uint8, x.device)
         if x.device.type == "meta":
             return target
         rows = _rows(x.detach())
-        wire = _writable(target, x, residual)
+        wire = _matrix(buffers.writable(target, x, residual, align=4))
         if not rows.numel():
             wire.zero_()
             if self.tagged:
                 write_tags(wire, self.tag(numel))
-            return _deliver(wire, target)
-        held = None if residual is None else _writable(residual)
+            return buffers.deliver(wire, target)
+        held = None if residual is None else _matrix(buffers.writable(residual, align=4))
         if held is not None and residual is not None and held.data_ptr() != residual.data_ptr():
             held.copy_(residual.reshape(held.shape))
         agreed = None if shared is None else shared.reshape(rows.shape[0], -1)
         self._encode(rows, wire, rng, held, agreed)
         if held is not None and residual is not None:
-            _deliver(held, residual)
-        return _deliver(wire, target)
+            buffers.deliver(held, residual)
+        return buffers.deliver(wire, target)
 
     def decode(self, wire: Tensor, numel: int, *, out: Tensor | None = None) -> Tensor:
         """Bytes [..., nbytes(numel)] to float32 [..., numel]."""
         self._check_wire(wire, numel)
-        target = _target(out, (*wire.shape[:-1], numel), torch.float32, wire.device)
+        target = buffers.target(out, (*wire.shape[:-1], numel), torch.float32, wire.device)
         if wire.device.type == "meta":
             return target
-        values = _writable(target, wire)
+        values = _matrix(buffers.writable(target, wire))
         if not values.numel():
             return target
         self._decode(_aligned(wire), values, 1.0, add=False)
-        return _deliver(values, target)
+        return buffers.deliver(values, target)
 
     def decode_add(self, wire: Tensor, out: Tensor, weight: float = 1.0) -> Tensor:
         """`out += weight * decode(wire)` in one pass; the weight is folded into the scales."""
@@ -216,11 +217,11 @@ class Codec(abc.ABC):
             raise InputError(f"{tuple(wire.shape)} on {wire.device} does not add into {tuple(out.shape)}")
         if wire.device.type == "meta" or not out.numel():
             return out
-        values = _writable(out, wire)
+        values = _matrix(buffers.writable(out, wire))
         if values.data_ptr() != out.data_ptr():
             values.copy_(out.detach().reshape(values.shape))
         self._decode(_aligned(wire), values, weight, add=True)
-        return _deliver(values, out)
+        return buffers.deliver(values, out)
 
     def reduce_encode(
         self,
@@ -254,10 +255,10 @@ class Codec(abc.ABC):
                 self.decode_add(wire, total, weight)
             return self.encode(total, rng, residual=residual, shared=shared, out=out)
         self._check_encode(torch.empty((*shape, numel), device="meta"), rng, None, shared)
-        target = _target(out, (*shape, self.nbytes(numel)), torch.uint8, wires.device)
-        wire = _writable(target, wires, residual)
+        target = buffers.target(out, (*shape, self.nbytes(numel)), torch.uint8, wires.device)
+        wire = _matrix(buffers.writable(target, wires, align=4))
         self._reduce(_aligned(wires, wires.shape[0]), wire, numel, weight, rng)
-        return _deliver(wire, target)
+        return buffers.deliver(wire, target)
 
     # What a codec writes: rows [rows, n] and wires [rows, nbytes], checked, contiguous, not empty
 
@@ -367,27 +368,16 @@ def check_vector(x: Any) -> None:
         raise InputError(f"expected a dense tensor on cpu, cuda or meta, got {x.layout} on {x.device}")
 
 
-def _target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    if not isinstance(out, Tensor):
-        raise InputError(f"out must be a torch.Tensor, not {type(out).__name__}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise InputError("out requires a gradient; write to it under torch.no_grad()")
-    if out.dtype != dtype or out.shape != shape or out.device != device:
-        raise InputError(
-            f"out must be {dtype}, {tuple(shape)} on {device}; "
-            f"got {out.dtype}, {tuple(out.shape)} on {out.device}"
-        )
-    return out
-
-
 def _rows(x: Tensor) -> Tensor:
     """[..., n] as contiguous [rows, n]; float32 on a CPU, whose kernels read nothing else."""
     x = x.resolve_neg()
     if x.device.type == "cpu":
         x = x.float()
-    return x.contiguous().view(math.prod(x.shape[:-1]), x.shape[-1])
+    return _matrix(x.contiguous())
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _aligned(wire: Tensor, first: int = 0) -> Tensor:
@@ -395,34 +385,3 @@ def _aligned(wire: Tensor, first: int = 0) -> Tensor:
     lead = (first,) if first else ()
     wire = wire.contiguous().view(*lead, math.prod(wire.shape[len(lead) : -1]), wire.shape[-1])
     return wire if wire.data_ptr() % 4 == 0 else wire.clone()
-
-
-def _writable(target: Tensor, *inputs: Tensor | None) -> Tensor:
-    """Rows of the target itself, or of a stand-in if it is strided, badly aligned or shares memory."""
-    shape = (math.prod(target.shape[:-1]), target.shape[-1])
-    shared = any(each is not None and _overlap(target, each) for each in inputs)
-    if target.is_contiguous() and not shared and target.data_ptr() % 4 == 0:
-        return target.detach().view(shape)
-    return torch.empty(shape, dtype=target.dtype, device=target.device)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory of two contiguous-enough tensors meets."""
-    if one.device != other.device or not one.numel() or not other.numel():
-        return False
-    begin, end = _extent(one)
-    first, last = _extent(other)
-    return first < end and begin < last
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + span * x.element_size()
-
-
-def _deliver(result: Tensor, target: Tensor) -> Tensor:
-    if result.data_ptr() != target.data_ptr():
-        target.detach().copy_(result.view(target.shape))
-    else:
-        torch.autograd.graph.increment_version(target)  # kernels write past autograd; it must know
-    return target

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from thinwire import kernels, scaling
 from thinwire.codecs.base import Codec, Section, check_vector, section
@@ -21,6 +22,7 @@ from thinwire.formats import Float, Format, Posit
 from thinwire.formats import get as get_format
 from thinwire.formats.base import MODES
 from thinwire.kernels import block_reference
+from thinwire.kernels.block_reference import SCALE_FORMAT
 from thinwire.kernels.params import (
     E4M3,
     E8M0,
@@ -215,8 +217,18 @@ class Block(Codec):
                     found.isnan().any(-1, keepdim=True),
                 )
                 block_reference._put(wire, plan.extra_at, block_reference._as_bytes(factor))
-            scales = block_reference.store_scales(p, found, factor)
+            scales = self._stored(found, factor)
         block_reference._put(wire, plan.scales_at, scales)
+
+    def _stored(self, scales: Tensor, factor: Tensor | None) -> Tensor:
+        """`block_reference.store_scales`, with the fast kernel for scales that are floats themselves."""
+        if factor is None:
+            return block_reference.store_scales(self._params, scales)
+        bad = scales.isnan()
+        codes = torch.empty(scales.shape, dtype=torch.uint8, device=scales.device)
+        ratio = torch.where(bad | (factor == 0), 0.0, scales / factor)
+        kernels.to_codes(SCALE_FORMAT, ratio.view(-1), codes.view(-1), 0)
+        return pad(codes.masked_fill_(bad, 127), (0, -codes.shape[1] % 4))
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
         kernels.block_decode(self._params, wire, out, self._plan(out.shape[1]), weight, add=add)

@@ -50,10 +50,10 @@ def draw(codec: Codec, numel: int) -> list[str]:
     >>> from thinwire import codecs
     >>> for line in draw(codecs.get("int4/128"), 1024):
     ...     print(line)
-    +----------------------------------------------------+---------+-----+
-    | codes                                              | scales  | tag |
-    | 512 B                                              | 32 B    | 4 B |
-    +----------------------------------------------------+---------+-----+
+    +---------------------------------------------------+----------+-----+
+    | codes                                             | scales   | tag |
+    | 512 B                                             | 32 B     | 4 B |
+    +---------------------------------------------------+----------+-----+
     """
     rows = wire(codec, numel)
     texts = [(row["section"], f"{row['nbytes']:,} B") for row in rows]

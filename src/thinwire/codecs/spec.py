@@ -230,8 +230,8 @@ def _qsgd(parts: Parts, bits: int) -> Block:
         + "~l2" * (scaling.choose == "l2")
         + "~shared" * scaling.shared
     )
-    if scaling.store != "float32":
-        raise parts.refuse("QSGD's norms are float32; for others write it out, as in int4/512~sr~bf16")
+    if scaling.store != "float32" or scaling.margin:
+        raise parts.refuse("QSGD's norms are plain float32; for others write it out, as in int4/512~sr~bf16")
     return Block(f"int{bits}", block, rounding, scaling, label=label)
 
 
@@ -250,6 +250,7 @@ def _terngrad(parts: Parts) -> Block:
         rounding != Rounding.STOCHASTIC
         or scaling.choose not in ("absmax", "rms")
         or scaling.store != "float32"
+        or scaling.margin
     ):
         raise parts.refuse(
             "TernGrad rounds at random; ~rms2.5 clips at 2.5 standard deviations, ~shared agrees"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire import kernels
+from thinwire import buffers, kernels
 from thinwire.errors import FormatError, InputError
 from thinwire.kernels import reference
 from thinwire.kernels.params import Params
@@ -119,9 +119,9 @@ class Format(abc.ABC):
         target = _target(x, out, kernels.code_dtype(self.bits), INPUT_DTYPES)
         random = _random(mode, rng, x)
         if x.device.type != "meta":
-            source, result = _flat(x), _writable(target, x, rng)
+            source, result = _flat(x), buffers.writable(target, x, rng)
             kernels.to_codes(self._prepared(mode), source, result.view(-1), mode, *random)
-            _deliver(result, target)
+            buffers.deliver(result, target)
         return target
 
     def from_codes(self, codes: Tensor, out: Tensor | None = None) -> Tensor:
@@ -129,9 +129,9 @@ class Format(abc.ABC):
         dtype = kernels.code_dtype(self.bits)
         target = _target(codes, out, torch.float32, (dtype,))
         if codes.device.type != "meta":
-            result = _writable(target, codes)
+            result = buffers.writable(target, codes)
             kernels.from_codes(self._prepared(0), codes.contiguous().view(-1), result.view(-1))
-            _deliver(result, target)
+            buffers.deliver(result, target)
         return target
 
     def round(
@@ -146,9 +146,9 @@ class Format(abc.ABC):
         target = _target(x, out, torch.float32, INPUT_DTYPES)
         random = _random(mode, rng, x)
         if x.device.type != "meta":
-            source, result = _flat(x), _writable(target, x, rng)
+            source, result = _flat(x), buffers.writable(target, x, rng)
             kernels.round(self._prepared(mode), source, result.view(-1), mode, *random)
-            _deliver(result, target)
+            buffers.deliver(result, target)
         return target
 
     def values(self) -> Tensor:
@@ -231,22 +231,7 @@ def _target(x: Tensor, out: Tensor | None, dtype: torch.dtype, accepted: tuple[t
         raise InputError(f"no kernel for device '{x.device}'; move the tensor to cpu, cuda or meta")
     if x.layout != torch.strided:
         raise InputError(f"expected a dense tensor, got {x.layout}; use x.to_dense()")
-    if out is None:
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
-    _check_out(out, x, dtype)
-    return out
-
-
-def _check_out(out: Tensor, x: Tensor, dtype: torch.dtype) -> None:
-    if not isinstance(out, Tensor):
-        raise InputError(f"out must be a torch.Tensor, not {type(out).__name__}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise InputError("out requires a gradient; write to it under torch.no_grad()")
-    if out.dtype != dtype or out.shape != x.shape or out.device != x.device:
-        raise InputError(
-            f"out must be {dtype}, {tuple(x.shape)} on {x.device}; "
-            f"got {out.dtype}, {tuple(out.shape)} on {out.device}"
-        )
+    return buffers.target(out, x.shape, dtype, x.device)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -255,26 +240,3 @@ def _flat(x: Tensor) -> Tensor:
     if x.dtype not in kernels.reads(x.device):
         x = x.float()
     return x.contiguous().view(-1)
-
-
-def _writable(target: Tensor, *inputs: Rng) -> Tensor:
-    """The target itself, or a stand-in if it is strided or may share memory with an input."""
-    shared = any(isinstance(each, Tensor) and _overlap(target, each) for each in inputs)
-    if target.is_contiguous() and not shared:
-        return target.detach()
-    return torch.empty_like(target, memory_format=torch.contiguous_format)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory behind two tensors meets, even where they come from different owners."""
-    first, second = one.untyped_storage(), other.untyped_storage()
-    begin, end = first.data_ptr(), first.data_ptr() + first.nbytes()
-    meet = second.data_ptr() < end and begin < second.data_ptr() + second.nbytes()
-    return one.device == other.device and meet
-
-
-def _deliver(result: Tensor, target: Tensor) -> None:
-    if result.data_ptr() != target.data_ptr():
-        target.detach().copy_(result)
-    else:
-        torch.autograd.graph.increment_version(target)  # kernels write past autograd; it must know

@@ -1,10 +1,11 @@
 """Block codecs on a CUDA GPU: one launch each, no intermediate in device memory.
 
-Blocks beyond LARGEST_TILE are the exception: their scales are found by torch, and fill the wire first.
+Blocks beyond LARGEST_TILE are the exception: their scales are found first and put into the wire.
 """
 
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from thinwire.kernels.params import (
     BlockParams,
     FloatParams,
     GridParams,
+    Params,
     StepsParams,
     WirePlan,
     components,
@@ -26,8 +28,9 @@ from thinwire.kernels.params import (
 from thinwire.kernels.reference import Key
 
 TILE = 1024  # elements to a program, or a block if that is more
-WARP_NUMEL = 1024  # elements to a warp: 32 to a thread
 LARGEST_TILE = 8192
+WARP_NUMEL = 1024  # elements to a warp
+REGISTERS = 96  # at most, to a thread: a row's last program would take more, at the expense of all
 UNROLLED = 8  # wires that a reduction reads without a loop
 GRID_ROWS = 1 << 15  # rows in one dimension of the grid
 
@@ -41,82 +44,81 @@ def encode(
         _fill(p, x.float() if residual is None else x + residual, wire, plan)
         rule = FILLED
     codec, layout = _constants(p, rule, x.element_size())
-    held = x if residual is None else residual
-    numbers = (*_strides(x, wire), *_layout(plan), p.limit, *_key(key))
-    shape = {"RESIDUAL": residual is not None, "C": codec, "L": layout}
-    _launch(
-        block_programs.encode_kernel,
-        wire,
-        plan.numel,
-        x,
-        held,
-        *_base(wire),
-        *_lookup(p, wire),
-        *numbers,
-        **shape,
-    )
+    tensors = (x, x if residual is None else residual, *_base(wire), *_lookup(p.element, wire))
+    step, *strides = _strides(x, wire)
+    numbers = (*strides, *_places(plan), p.limit, *_key(key))
+    shape = {"STEP": step, "RESIDUAL": residual is not None, "C": codec, "L": layout}
+    _launch(block_programs.encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
 
 
 def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool) -> None:
     """Wires into rows, or added to them; NaN where a row has another tag."""
     codec, layout = _constants(p, FILLED, 0)
-    numbers = (*_strides(out, wire), *_layout(plan), weight)
-    shape = {"ADD": add, "C": codec, "L": layout}
-    _launch(
-        block_programs.decode_kernel,
-        wire,
-        plan.numel,
-        *_base(wire),
-        out,
-        _lookup(p, wire)[-1],
-        *numbers,
-        **shape,
-    )
+    tensors = (*_base(wire), out, _lookup(p.element, wire)[-1])
+    step, *strides = _strides(out, wire)
+    numbers = (*strides, *_places(plan), weight)
+    shape = {"STEP": step, "ADD": add, "C": codec, "L": layout}
+    _launch(block_programs.decode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
 
 
 def reduce(
     p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
 ) -> None:
     """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    count, rows, nbytes = wires.shape
     if _needs_scales(p):
-        total = torch.zeros((out.shape[0], plan.numel), device=out.device)
-        for each in wires:
-            decode(p, each, total, plan, weight, add=True)
+        total = torch.zeros((rows, plan.numel), device=out.device)
+        for wire in wires:
+            decode(p, wire, total, plan, weight, add=True)
         encode(p, total, out, plan, key, None)
         return
-    count, rows, nbytes = wires.shape
     codec, layout = _constants(p, p.rule, 1)
-    numbers = (
-        rows * nbytes // 4,
-        nbytes // 4 if rows > 1 else 0,
-        count,
-        rows,
-        *_layout(plan),
-        p.limit,
-        weight,
-        *_key(key),
-    )
+    tensors = (*_base(wires), *_base(out), *_lookup(p.element, out))
+    strides = (rows * nbytes // 4, nbytes // 4)
+    numbers = (*strides, count, rows, *_places(plan), p.limit, weight, *_key(key))
     shape = {"COUNT": count if count <= UNROLLED else 0, "C": codec, "L": layout}
-    _launch(
-        block_programs.reduce_kernel,
-        out,
-        plan.numel,
-        *_base(wires),
-        *_base(out),
-        *_lookup(p, out),
-        *numbers,
-        **shape,
-    )
+    _launch(block_programs.reduce_kernel, out, plan.numel, (*tensors, *numbers), shape)
+
+
+def magnitudes(x: Tensor, block: int) -> Tensor:
+    """The largest magnitude of each block, as an int32 pattern [rows, blocks]; NaN is the largest of all."""
+    rows, numel = x.shape
+    found = torch.zeros((rows, -(-numel // block)), dtype=torch.int32, device=x.device)
+    if not found.numel():
+        return found
+    block = 0 if block >= numel else block
+    inside = 0 < block <= LARGEST_TILE
+    layout = (1, 32, 1, max(TILE, block) if inside else LARGEST_TILE, block if inside else 0)
+    step, stride, *_ = _strides(x, found)
+    shape = {"STEP": step, "BLOCK": block, "L": layout}
+    args = (x, found, stride, found.shape[1], rows, numel)
+    _launch(block_programs.magnitudes_kernel, found, numel, args, shape)
+    return found
 
 
 def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None) -> None:
     """Rows into wires of one bit to an element; see `onebit_reference.encode`."""
-    onebit_reference.encode(x, wire, plan, threshold, residual)
+    if threshold == "mean" or plan.block > LARGEST_TILE:  # neither fits into one pass over a tile
+        onebit_reference.encode(x, wire, plan, threshold, residual)
+        return
+    tensors = (x, x if residual is None else residual, *_base(wire))
+    step, *strides = _strides(x, wire)
+    numbers = (*strides, *_sign_places(plan))
+    layout = (8, 8, 1, max(TILE, plan.block), plan.block)
+    shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": residual is not None, "L": layout}
+    _launch(block_programs.onebit_encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
 
 
 def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
-    """The way back, or added to what is there."""
-    v = onebit_reference.decode(wire, plan, weight)
+    """The way back, or added to what is there; NaN where a row has another tag."""
+    step, *strides = _strides(out, wire)
+    numbers = (*strides, *_sign_places(plan), weight)
+    layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0)
+    shape = {"STEP": step, "SCALED": plan.low_at < 0, "ADD": add, "BLOCK": plan.block, "L": layout}
+    _launch(block_programs.onebit_decode_kernel, wire, plan.numel, (*_base(wire), out, *numbers), shape)
+
+
+# Blocks that do not fit into a program
 
 
 def _needs_scales(p: BlockParams) -> bool:
@@ -124,32 +126,45 @@ def _needs_scales(p: BlockParams) -> bool:
 
 
 def _fill(p: BlockParams, u: Tensor, wire: Tensor, plan: WirePlan) -> None:
-    """Scales of blocks that do not fit into a program."""
-    scale, base = block_reference.block_scales(p, u)
-    block_reference._put(wire, plan.scales_at, block_reference.store_scales(p, scale))
     if p.affine:
+        scale, base = block_reference.block_scales(p, u)
         block_reference._put(wire, plan.extra_at, block_reference._as_bytes(base))
+    else:  # a block's largest magnitude stands for the block
+        largest = magnitudes(u, p.block).view(torch.float32)
+        scale, _ = block_reference.block_scales(replace(p, block=1), largest)
+    block_reference._put(wire, plan.scales_at, block_reference.store_scales(p, scale))
+
+
+# Arguments. Wires start at a multiple of 4 bytes: their strides and offsets count words.
 
 
 def _base(wire: Tensor) -> tuple[Tensor, int]:
-    """Memory that starts at a multiple of 16 bytes, and how many words later the wire does.
-
-    The compiler knows of no alignment but 16. A wire inside a buffer starts at a multiple of 4.
-    """
+    """Memory that starts at a multiple of 16 bytes, the one alignment the compiler knows of, and how many
+    words later the wire does."""
     shift, offset = wire.data_ptr() % 16, wire.storage_offset()
-    if not shift or shift % 4 or offset < shift:
+    assert shift % 4 == 0
+    if not shift or offset < shift:
         return wire, 0
     return wire.as_strided((1,), (1,), offset - shift), shift // 4
 
 
-def _strides(x: Tensor, wire: Tensor) -> tuple[int, int, int]:
-    """Strides of rows, 0 if there is but one: a multiple of 16, from which the compiler profits."""
+def _strides(x: Tensor, wire: Tensor) -> tuple[int, int, int, int]:
+    """The step in which the elements' stride is counted, that and the wires' stride, and how many rows.
+
+    Steps of 16 tell the compiler that rows are aligned; a single row's stride is 0.
+    """
     rows, nbytes = wire.shape
-    return (x.shape[1], nbytes // 4, rows) if rows > 1 else (0, 0, rows)
+    stride = x.shape[1] if rows > 1 else 0
+    step = 1 if stride % 16 else 16
+    return step, stride // step, nbytes // 4, rows
 
 
-def _layout(plan: WirePlan) -> tuple[int, ...]:
+def _places(plan: WirePlan) -> tuple[int, ...]:
     return plan.numel, plan.scales_at // 4, plan.extra_at // 4, plan.nbytes // 4 - 1, _signed(plan.tag)
+
+
+def _sign_places(plan: SignPlan) -> tuple[int, ...]:
+    return plan.numel, plan.low_at // 4, plan.high_at // 4, plan.nbytes // 4 - 1, _signed(plan.tag)
 
 
 def _key(key: Key | None) -> tuple[int, ...]:
@@ -160,44 +175,58 @@ def _signed(word: int) -> int:
     return (word + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-@lru_cache(maxsize=1024)
-def _constants(p: BlockParams, rule: int, item_nbytes: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The tuples C and L of `block_programs`, for elements in memory of so many bytes (0: decode)."""
-    element = p.element
-    if isinstance(element, FloatParams):
-        man, low, max_code, sign, subnormals, *rest = (int(n) for n in element.scalars)
-        special = (not subnormals, element.is_quick(p.mode), element.specials)
-        family, format = FLOAT, (man, low, max_code, sign, *rest, *special)
-    elif isinstance(element, GridParams):
-        unit = 2.0**element.frac_bits
-        family, format = GRID, (element.bits, unit, float(element.low), float(element.high))
-    else:
-        shift = element.cell_shift
-        family, format = STEPS, (shift, 0 if shift else element.search_steps)
-    codec = (family, format, p.mode, rule, p.store, p.affine, p.block, element.bits)
-    tile = max(TILE, p.block) if rule != FILLED else TILE
-    smallest = components(element.bits)[-1]
-    width = 8 * smallest if smallest < 8 else 32
-    parts = 4 if p.mode == STOCHASTIC and item_nbytes else 1
-    split = 64 // width if parts == 4 else max(64 // width, 8 if item_nbytes != 2 else 4)
-    each = p.block if rule != FILLED or 0 < p.block < tile else 0
-    return codec, (split, width, parts, tile, each)
-
-
-def _lookup(p: BlockParams, wire: Tensor) -> tuple[Tensor, ...]:
-    """The tables of a step function; anything else for the others, which have none."""
-    if not isinstance(p.element, StepsParams):
+def _lookup(element: Params, wire: Tensor) -> tuple[Tensor, ...]:
+    """The tables of a step function; the other families have none."""
+    if not isinstance(element, StepsParams):
         return (wire,) * 5
-    tables = _tables(p.element, wire.device)
+    tables = _tables(element, wire.device)
     return tables.index, tables.starts, tables.codes, tables.pairs, tables.decoded
 
 
-def _launch(kernel: Any, wire: Tensor, numel: int, *args: Any, **shape: Any) -> None:
-    rows, tile = wire.shape[0], shape["L"][3]
-    grid = (-(-numel // tile), min(rows, GRID_ROWS), -(-rows // GRID_ROWS))
-    options = {"num_warps": max(1, tile // WARP_NUMEL), "enable_fp_fusion": False}
-    if wire.device.index == torch.cuda.current_device():
+Constants = tuple[tuple[Any, ...], tuple[int, ...]]
+_CONSTANTS: WeakKeyDictionary[BlockParams, dict[tuple[int, int], Constants]] = WeakKeyDictionary()
+
+
+def _constants(p: BlockParams, rule: int, item_nbytes: int) -> Constants:
+    """C and L of `block_programs`, for elements of so many bytes in memory (0: there are none to encode)."""
+    known = _CONSTANTS.setdefault(p, {})
+    if (rule, item_nbytes) not in known:
+        family, format = _format(p.element, p.mode)
+        codec = (family, format, p.mode, rule, p.store, p.affine, p.block, p.element.bits)
+        known[rule, item_nbytes] = codec, _layout(p, rule, item_nbytes)
+    return known[rule, item_nbytes]
+
+
+def _layout(p: BlockParams, rule: int, item_nbytes: int) -> tuple[int, ...]:
+    """Runs as wide as those of the smallest packed part, and as many as leave a thread 16 bytes of each."""
+    tile = TILE if rule == FILLED else max(TILE, p.block)
+    each = 0 if rule == FILLED and not 0 < p.block < tile else p.block
+    smallest = components(p.element.bits)[-1]
+    width = 8 * smallest if smallest < 8 else 32
+    if p.mode == STOCHASTIC and item_nbytes:
+        return 64 // width, width, 4, tile, each
+    return max(64 // width, 4 if item_nbytes == 2 else 8), width, 1, tile, each
+
+
+def _format(element: Params, mode: int) -> tuple[int, tuple[Any, ...]]:
+    """The family, and what its programs need to know of the format."""
+    if isinstance(element, FloatParams):
+        man, low, max_code, sign, subnormals, *rest = (int(n) for n in element.scalars)
+        top = 2.0 ** ((max_code >> man) + low - 128) * (1 + max_code % (1 << man) / (1 << man))
+        shape = (not subnormals, element.is_quick(mode), element.specials, top)
+        return FLOAT, (man, low, max_code, sign, *rest, *shape)
+    if isinstance(element, GridParams):
+        return GRID, (element.bits, 2.0**element.frac_bits, float(element.low), float(element.high))
+    return STEPS, (element.cell_shift, 0 if element.cell_shift else element.search_steps)
+
+
+def _launch(kernel: Any, rows: Tensor, numel: int, args: tuple[Any, ...], shape: dict[str, Any]) -> None:
+    count, tile = rows.shape[0], shape["L"][3]
+    grid = (-(-numel // tile), min(count, GRID_ROWS), -(-count // GRID_ROWS))
+    warps = max(1, tile // WARP_NUMEL)
+    options = {"num_warps": warps, "maxnreg": REGISTERS, "enable_fp_fusion": False}
+    if rows.device.index == torch.cuda.current_device():
         kernel[grid](*args, **shape, **options)
     else:
-        with torch.cuda.device(wire.device):
+        with torch.cuda.device(rows.device):
             kernel[grid](*args, **shape, **options)

@@ -35,7 +35,7 @@ from thinwire.kernels.loops import (
     steps_search,
     steps_stochastic,
 )
-from thinwire.kernels.pack_loops import copy, jit, pack, unpack
+from thinwire.kernels.pack_loops import jit, pack, unpack
 from thinwire.kernels.params import (
     BFLOAT16,
     E4M3,
@@ -48,6 +48,7 @@ from thinwire.kernels.scale_loops import find_scales, read_scales, write_scales
 
 FLOAT_SCALED, FLOAT_NEAREST, FLOAT_DIRECTED, FLOAT_STOCHASTIC, GRID, GRID_STOCHASTIC = range(6)
 STEPS_PACKED, STEPS_LOOKUP, STEPS_SEARCH, STEPS_STOCHASTIC = range(6, 10)
+VECTOR = ir.VectorType(ir.FloatType(), 16)
 BY_GRID, BY_TABLE, BY_FLOAT = range(3)
 TINY, HUGE = F(2.0**-64), F(2.0**64)
 
@@ -55,26 +56,44 @@ TINY, HUGE = F(2.0**-64), F(2.0**64)
 # Scaling
 
 
+def _sixteen(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """A pointer to the sixteen floats of an array from `at`."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), VECTOR.as_pointer())
+
+
+def _all_alike(builder: Any, value: Any) -> Any:
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
+    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), lanes)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _multiply16(_context: Any, source: Any, target: Any, at: Any, factor: Any) -> Any:
     """target = source * factor for the sixteen elements from `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(ir.FloatType(), 16)
-        source, target = (
-            builder.bitcast(
-                builder.gep(context.make_array(kind)(context, builder, arg).data, [args[2]]),
-                vector.as_pointer(),
-            )
-            for kind, arg in zip(signature.args[:2], args[:2], strict=True)
-        )
-        one = builder.insert_element(ir.Constant(vector, ir.Undefined), args[3], ir.IntType(32)(0))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
-        factors = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes)
-        builder.store(builder.fmul(builder.load(source, align=4), factors), target, align=4)
+        places = (_sixteen(context, builder, signature.args[i], args[i], args[2]) for i in range(2))
+        source, target = places
+        product = builder.fmul(builder.load(source, align=4), _all_alike(builder, args[3]))
+        builder.store(product, target, align=4)
         return context.get_dummy_value()
 
     return types.void(source, target, at, factor), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _multiply_add16(_context: Any, first: Any, source: Any, target: Any, at: Any, factor: Any) -> Any:
+    """target = first + source * factor for the sixteen elements from `at`; two roundings."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = (_sixteen(context, builder, signature.args[i], args[i], args[3]) for i in range(3))
+        first, source, target = places
+        product = builder.fmul(builder.load(source, align=4), _all_alike(builder, args[4]))
+        builder.store(builder.fadd(builder.load(first, align=4), product), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(first, source, target, at, factor), generate
 
 
 @jit
@@ -182,21 +201,26 @@ def _look_up(codes: Any, how: Any, values: Any, scratch: Any) -> None:
 
 
 @jit
-def _multiply(v: Any, scales: Any, bases: Any, width: Any, affine: Any, add: Any, out: Any) -> None:
-    """out = v * scale + base, or added to what is there."""
+def _multiply(
+    v: Any, scales: Any, bases: Any, width: Any, affine: Any, add: Any, first: Any, out: Any
+) -> None:
+    """out = v * scale + base, added to `first` or not."""
     for b in range(-(-out.size // width)):
         start, size, scale = Q(b * width), min(width, out.size - b * width), scales[b]
         if affine and add:
             base = bases[b]
             for i in range(size):
-                out[start + Q(i)] = F(out[start + Q(i)] + F(F(v[start + Q(i)] * scale) + base))
+                out[start + Q(i)] = F(first[start + Q(i)] + F(F(v[start + Q(i)] * scale) + base))
         elif affine:
             base = bases[b]
             for i in range(size):
                 out[start + Q(i)] = F(F(v[start + Q(i)] * scale) + base)
+        elif add and size % 16 == 0:
+            for g in range(size // 16):
+                _multiply_add16(first, v, out, start + Q(16 * g), scale)
         elif add:
             for i in range(size):
-                out[start + Q(i)] = F(out[start + Q(i)] + F(v[start + Q(i)] * scale))
+                out[start + Q(i)] = F(first[start + Q(i)] + F(v[start + Q(i)] * scale))
         elif size % 16 == 0:
             for g in range(size // 16):
                 _multiply16(v, out, start + Q(16 * g), scale)
@@ -207,16 +231,19 @@ def _multiply(v: Any, scales: Any, bases: Any, width: Any, affine: Any, add: Any
 
 @jit
 def _put_values(
-    codes: Any, start: Any, layout: Any, how: Any, values: Any, wires: Any, weight: Any, out: Any, add: Any,
-    scratch: Any,
+    codes: Any, start: Any, layout: Any, how: Any, values: Any, wires: Any, weight: Any, add: Any, first: Any,
+    out: Any, scratch: Any,
 ) -> None:  # fmt: skip
-    """A span's codes, times their scales and `weight`, into `out`; scratch is (values, scales, bases)."""
+    """A span's codes, times their scales and `weight`, added to `first` or not, into `out`.
+
+    `scratch` is (values, scales, bases).
+    """
     v, scales, bases = scratch
     block, affine = layout[1], layout[2] == MINMAX
     width = min(block, v.size) if block else v.size
     _look_up(codes, how, values, v[: out.size])
     read_scales(-(-out.size // width), start // block if block else 0, layout, wires, weight, scales, bases)
-    _multiply(v, scales, bases, width, affine, add, out)
+    _multiply(v, scales, bases, width, affine, add, first, out)
 
 
 # Rows
@@ -284,8 +311,7 @@ def encode_rows(
         _encode_span(u, start, call, layout, element, wires, codes, scratch)
         if residual.size:
             r = residual[row, start:stop]
-            copy(u, 0, r, 0, u.size)
-            _put_values(codes, start, layout, how, values, wires, F(-1), r, True, scratch)
+            _put_values(codes, start, layout, how, values, wires, F(-1), True, u, r, scratch)
         if stop == numel:
             _finish_row(layout, wires, w8.shape[1])
 
@@ -305,7 +331,8 @@ def decode_rows(
         stop = min(start + span, numel)
         wires = (w8[row], w16[row], w32[row], e4m3)
         unpack(codes, stop - start, start, layout[7], numel, w8[row], w16[row])
-        _put_values(codes, start, layout, how, values, wires, weight, out[row, start:stop], add, scratch)
+        o = out[row, start:stop]
+        _put_values(codes, start, layout, how, values, wires, weight, add, o, o, scratch)
 
 
 @jit
@@ -328,7 +355,7 @@ def reduce_rows(
         for k in range(i8.shape[0]):
             given = (i8[k, row], i16[k, row], i32[k, row], e4m3)
             unpack(codes, stop - start, start, layout[7], numel, i8[k, row], i16[k, row])
-            _put_values(codes, start, layout, how, values, given, weight, u, True, scratch)
+            _put_values(codes, start, layout, how, values, given, weight, True, u, u, scratch)
         wires = (w8[row], w16[row], w32[row], e4m3)
         call = Q(row) * Q(-(-numel // 512) * 128) + Q(start // 4)
         _encode_span(u, start, call, layout, element, wires, codes, scratch)

@@ -124,6 +124,16 @@ def _load(pointers, mask, FULL: tl.constexpr):
 
 
 @triton.jit
+def _load_floats(pointers, mask, FULL: tl.constexpr):
+    """As float32. A bfloat16 is its upper half; so said, even Triton's interpreter gets subnormals right."""
+    value = _load(pointers, mask, FULL)
+    if value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
 def _store(pointers, value, mask, FULL: tl.constexpr):
     if FULL:
         tl.store(pointers, value.to(pointers.dtype.element_ty))
@@ -377,24 +387,25 @@ def _float_values(codes, FORMAT: tl.constexpr, BITS: tl.constexpr):
     """Exponent and mantissa are put in place as they are; a product then mends the bias, exactly."""
     MAN: tl.constexpr = FORMAT[0]
     LOW: tl.constexpr = FORMAT[1]
-    MAX: tl.constexpr = FORMAT[2]
     SIGN: tl.constexpr = FORMAT[3]
     INF: tl.constexpr = FORMAT[11]
     if FORMAT[12] or LOW > 128:  # no subnormals, or a bias out of a product's reach
         return _float_value(
-            codes, _scalar(MAN), _scalar(LOW), _scalar(MAX), _scalar(SIGN), _scalar(FORMAT[4]), _scalar(INF), FORMAT[12]
-        )
+            codes, _scalar(MAN), _scalar(LOW), _scalar(FORMAT[2]), _scalar(SIGN), _scalar(FORMAT[4]), _scalar(INF),
+            FORMAT[12],
+        )  # fmt: skip
     else:
-        bits = ((codes << (32 - BITS)) & _SIGN) | ((codes & (SIGN - 1)) << (23 - MAN))
+        nan = _scalar(_NAN).to(tl.float32, bitcast=True)
+        bits = ((codes << (32 - BITS)) >> (9 + MAN - BITS)) & (_SIGN | ((SIGN - 1) << (23 - MAN)))
         value = bits.to(tl.float32, bitcast=True) * (2.0 ** (LOW - 1))
-        if MAX < SIGN - 1:
-            magnitude = codes & (SIGN - 1)
-            bits = tl.where(magnitude > MAX, _NAN, value.to(tl.int32, bitcast=True))
+        if FORMAT[2] < SIGN - 1:
+            special = nan
             if INF > 0:
-                bits = tl.where(magnitude == INF, _INFINITY | ((codes << (32 - BITS)) & _SIGN), bits)
-            value = bits.to(tl.float32, bitcast=True)
+                infinity = ((bits & _SIGN) | _INFINITY).to(tl.float32, bitcast=True)
+                special = tl.where((codes & (SIGN - 1)) == INF, infinity, nan)
+            value = tl.where(tl.abs(value) > FORMAT[15], special, value)
         if FORMAT[4] == 0:
-            value = tl.where(codes == SIGN, _scalar(_NAN).to(tl.float32, bitcast=True), value)
+            value = tl.where(codes == SIGN, nan, value)
         return value
 
 
@@ -415,11 +426,11 @@ def _found_scale(magnitude, low, high, limit, RULE: tl.constexpr):
     elif RULE == _ABSMAX:
         bits = tl.div_rn(magnitude.to(tl.float32, bitcast=True), limit).to(tl.int32, bitcast=True)
     else:
-        top = limit.to(tl.int32, bitcast=True)
+        top = tl.full((), limit, tl.float32).to(tl.int32, bitcast=True)
         exponent = (magnitude >> 23) - (top >> 23)
         if RULE == _POW2_CEIL:
             exponent += ((magnitude & 0x7FFFFF) > (top & 0x7FFFFF)).to(tl.int32)
-        bits = _exp2_bits(tl.minimum(tl.maximum(exponent, -127), 127))
+        bits = tl.where(exponent > 127, _NAN, _exp2_bits(exponent))
     return tl.where(magnitude >= _INFINITY, _NAN, bits).to(tl.float32, bitcast=True)
 
 
@@ -428,7 +439,7 @@ def _put_scale(scale, section, at, mask, RULE: tl.constexpr, STORE: tl.constexpr
     """Store the scale, and return what the wire holds of it."""
     bits = scale.to(tl.int32, bitcast=True)
     if STORE == _BFLOAT16:
-        held = tl.where(scale == scale, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, _NAN >> 16)
+        held = tl.where(scale == scale, tl.minimum((bits + 0xFFFF) >> 16, 0x7F7F), _NAN >> 16)
         _store(section.to(tl.pointer_type(tl.int16)) + at, held, mask, FULL)
         return (held << 16).to(tl.float32, bitcast=True)
     elif STORE == _E8M0:
@@ -517,6 +528,7 @@ def _scales(u, wire, start, left, scales_at, extra_at, limit, C: tl.constexpr, L
                 above, u = tl.where(real, u, float("-inf")), tl.where(real, u, float("inf"))
             base = tl.min(_by_block(u, L), axis=1) + 0.0
             high = tl.max(_by_block(above, L), axis=1)
+            magnitude = tl.maximum(magnitude, (high - base).to(tl.int32, bitcast=True))  # infinite if it does not fit
         scale = _put_scale(_found_scale(magnitude, base, high, limit, RULE), wire + scales_at, at, mask, RULE, STORE, FULL)
         if AFFINE:
             base = tl.where(magnitude >= _INFINITY, _NAN, base.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -593,6 +605,11 @@ def _finish(wire, numel, scales_at, tag_at, tag, C: tl.constexpr):
 
 
 @triton.jit
+def _bytes(words):
+    return words.to(tl.int64) * 4
+
+
+@triton.jit
 def _place(wire, wire_at, wire_stride, TILE: tl.constexpr):
     """The program's row, the offset of its tile, and the row's wire. Strides and offsets of wires count words.
 
@@ -611,7 +628,7 @@ def _encode_tile(
     C: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     at = _offsets(L)
-    u = _load(x + at, at < left, FULL).to(tl.float32)
+    u = _load_floats(x + at, at < left, FULL)
     if RESIDUAL:
         u = u + _load(residual + at, at < left, FULL)
     _encode(
@@ -619,18 +636,18 @@ def _encode_tile(
     )
 
 
-@triton.jit(do_not_specialize=["wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag", "limit", "k0", "k1", "k2", "k3"])
+@triton.jit(do_not_specialize=["x_stride", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag", "limit", "k0", "k1", "k2", "k3"])
 def encode_kernel(
     x, residual, wire, wire_at, index, starts, table, pairs, values, x_stride, wire_stride, rows, numel, scales_at, extra_at,
-    tag_at, tag, limit, k0, k1, k2, k3, RESIDUAL: tl.constexpr,
+    tag_at, tag, limit, k0, k1, k2, k3, STEP: tl.constexpr, RESIDUAL: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
     tables = (index, starts, table, pairs, values)
     row, start, wire = _place(wire, wire_at, wire_stride, TILE)
-    scales_at, extra_at, tag_at, numel = scales_at * 4, extra_at * 4, tag_at * 4, numel.to(tl.int64)
-    x += row * x_stride + start
-    residual += row * x_stride + start
+    scales_at, extra_at, tag_at, numel = _bytes(scales_at), _bytes(extra_at), _bytes(tag_at), numel.to(tl.int64)
+    x += row * x_stride * STEP + start
+    residual += row * x_stride * STEP + start
     left = tl.minimum(numel - start, TILE + 1).to(tl.int32)
     if row < rows:
         key = (row, k0, k1, k2, k3)
@@ -654,16 +671,16 @@ def _decode_tile(
     _store(out + at, values, at < left, FULL)
 
 
-@triton.jit(do_not_specialize=["wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag", "weight"])
+@triton.jit(do_not_specialize=["out_stride", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag", "weight"])
 def decode_kernel(
     wire, wire_at, out, values, out_stride, wire_stride, rows, numel, scales_at, extra_at, tag_at, tag, weight,
-    ADD: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    STEP: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
     tables = (values, values, values, values, values)
     row, start, wire = _place(wire, wire_at, wire_stride, TILE)
-    scales_at, extra_at, tag_at, numel = scales_at * 4, extra_at * 4, tag_at * 4, numel.to(tl.int64)
-    out += row * out_stride + start
+    scales_at, extra_at, tag_at, numel = _bytes(scales_at), _bytes(extra_at), _bytes(tag_at), numel.to(tl.int64)
+    out += row * out_stride * STEP + start
     left = tl.minimum(numel - start, TILE).to(tl.int32)
     if row < rows:
         if left >= TILE:
@@ -703,8 +720,8 @@ def reduce_kernel(
     tables = (index, starts, table, pairs, values)
     row, start, wire = _place(wire, wire_at, wire_stride, TILE)
     wires = _place(wires, wires_at, wire_stride, TILE)[2]
-    scales_at, extra_at, tag_at, numel = scales_at * 4, extra_at * 4, tag_at * 4, numel.to(tl.int64)
-    wires_stride = wires_stride.to(tl.int64) * 4
+    scales_at, extra_at, tag_at, numel = _bytes(scales_at), _bytes(extra_at), _bytes(tag_at), numel.to(tl.int64)
+    wires_stride = _bytes(wires_stride)
     left = tl.minimum(numel - start, TILE + 1).to(tl.int32)
     if row < rows:
         key = (row, k0, k1, k2, k3)
@@ -714,3 +731,158 @@ def reduce_kernel(
             _reduce_tile(wires, wire, tables, wires_stride, count, numel, start, left, scales_at, extra_at, tag_at, tag, limit, weight, key, COUNT, C, L, False)
         if left <= TILE:
             _finish(wire, numel, scales_at, tag_at, tag, C)
+
+
+
+# Largest magnitudes
+
+
+@triton.jit
+def _magnitudes_tile(x, found, start, left, BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    EACH: tl.constexpr = L[4]
+    at = _offsets(L)
+    magnitude = _load_floats(x + at, at < left, FULL).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    block, mask = _blocks(start, left, BLOCK, L)
+    if EACH > 0:
+        _store(found + block, tl.max(_by_block(magnitude, L), axis=1), mask, FULL)
+    else:
+        tl.atomic_max(found + block, tl.max(tl.max(magnitude, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["x_stride", "blocks", "rows", "numel"])
+def magnitudes_kernel(x, found, x_stride, blocks, rows, numel, STEP: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr):
+    """Into zeros, since tiles of a larger block meet there; a maximum does not depend on their order."""
+    TILE: tl.constexpr = L[3]
+    row, start, found = _place(found, 0, 0, TILE)
+    left = tl.minimum(numel.to(tl.int64) - start, TILE).to(tl.int32)
+    x += row * x_stride * STEP + start
+    found += row * blocks
+    if row < rows:
+        if left >= TILE:
+            _magnitudes_tile(x, found, start, left, BLOCK, L, True)
+        else:
+            _magnitudes_tile(x, found, start, left, BLOCK, L, False)
+
+
+# One bit to an element
+
+
+@triton.jit
+def _mean(total, count, first, second):
+    """Of integers that two powers of two brought to their size."""
+    mean = tl.div_rn(total.to(tl.float32), tl.maximum(count, 1).to(tl.float32))
+    one, other = ((127 - first) << 23).to(tl.float32, bitcast=True), ((127 - second) << 23).to(tl.float32, bitcast=True)
+    return mean * one * other
+
+
+@triton.jit
+def _levels(u, left, SCALED: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    """The bits, and what 0 and 1 stand for, by block; see `onebit_reference.levels`."""
+    TILE: tl.constexpr = L[3]
+    EACH: tl.constexpr = L[4]
+    bits = (u >= 0.0).to(tl.int32)
+    if not FULL:
+        bits = tl.where(_offsets(L) < left, bits, 0)
+    pattern = u.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = tl.max(_by_block(pattern, L), axis=1)
+    exponent = tl.minimum(tl.maximum(magnitude >> 23, 1), 254) - 126
+    first = (24 - exponent) >> 1
+    second = 24 - exponent - first
+    one, other = ((127 + first) << 23).to(tl.float32, bitcast=True), ((127 + second) << 23).to(tl.float32, bitcast=True)
+    size = pattern.to(tl.float32, bitcast=True) * _spread(one, L) * _spread(other, L)
+    # to a whole number: from 2**23 on it is one; the pattern of a float up to 2**24 holds it in its last bits
+    rounded = (size + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    whole = tl.where(size < 8388608.0, rounded, size.to(tl.int32, bitcast=True) - 0x4A800000)
+    upper = tl.where(bits != 0, whole, 0)
+    if EACH > 64:
+        whole, upper = whole.to(tl.int64), upper.to(tl.int64)
+    counts = tl.minimum(left - tl.arange(0, TILE // EACH) * EACH, EACH)
+    total = tl.sum(_by_block(whole, L), axis=1)
+    if SCALED:
+        high = _mean(total, counts, first, second)
+        low = -high
+    else:
+        above = tl.sum(_by_block(upper, L), axis=1)
+        ones = tl.sum(_by_block(bits, L), axis=1)
+        high = _mean(above, ones, first, second)
+        low = -_mean(total - above, counts - ones, first, second) + 0.0
+    bad = magnitude >= _INFINITY
+    nan = _scalar(_NAN).to(tl.float32, bitcast=True)
+    return bits & _spread(tl.where(bad, 0, 1), L), tl.where(bad, nan, low), tl.where(bad, nan, high)
+
+
+@triton.jit
+def _onebit_encode_tile(
+    x, residual, wire, numel, start, left, low_at, high_at, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
+    L: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    at = _offsets(L)
+    u = _load_floats(x + at, at < left, FULL)
+    if RESIDUAL:
+        u = u + _load(residual + at, at < left, FULL)
+    bits, low, high = _levels(u, left, SCALED, L, FULL)
+    _put_codes(bits, wire, numel, start, left, 1, L, FULL)
+    block, mask = _blocks(start, left, 0, L)
+    if not SCALED:
+        _store((wire + low_at).to(tl.pointer_type(tl.float32)) + block, low, mask, FULL)
+    _store((wire + high_at).to(tl.pointer_type(tl.float32)) + block, high, mask, FULL)
+    if RESIDUAL:
+        _store(residual + at, u - tl.where(bits != 0, _spread(high, L), _spread(low, L)), at < left, FULL)
+
+
+@triton.jit(do_not_specialize=["x_stride", "wire_at", "wire_stride", "rows", "numel", "low_at", "high_at", "tag_at", "tag"])
+def onebit_encode_kernel(
+    x, residual, wire, wire_at, x_stride, wire_stride, rows, numel, low_at, high_at, tag_at, tag, STEP: tl.constexpr,
+    SCALED: tl.constexpr, RESIDUAL: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    row, start, wire = _place(wire, wire_at, wire_stride, TILE)
+    low_at, high_at, tag_at, numel = _bytes(low_at), _bytes(high_at), _bytes(tag_at), numel.to(tl.int64)
+    x += row * x_stride * STEP + start
+    residual += row * x_stride * STEP + start
+    left = tl.minimum(numel - start, TILE + 1).to(tl.int32)
+    if row < rows:
+        if left >= TILE:
+            _onebit_encode_tile(x, residual, wire, numel, start, left, low_at, high_at, SCALED, RESIDUAL, L, True)
+        else:
+            _onebit_encode_tile(x, residual, wire, numel, start, left, low_at, high_at, SCALED, RESIDUAL, L, False)
+        if left <= TILE:
+            tl.store((wire + tag_at).to(tl.pointer_type(tl.int32)), tag)
+
+
+@triton.jit
+def _onebit_decode_tile(
+    wire, out, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    block, mask = _blocks(start, left, BLOCK, L)
+    known = tl.load((wire + tag_at).to(tl.pointer_type(tl.int32))) == tag
+    nan = _scalar(_NAN).to(tl.float32, bitcast=True)
+    bits = _get_codes(wire, numel, start, left, 1, L, FULL)
+    high = _load((wire + high_at).to(tl.pointer_type(tl.float32)) + block, mask, FULL) * weight
+    low = -high
+    if not SCALED:
+        low = _load((wire + low_at).to(tl.pointer_type(tl.float32)) + block, mask, FULL) * weight
+    high, low = tl.where(known, high, nan), tl.where(known, low, nan)
+    values = tl.where(bits != 0, _spread(high, L), _spread(low, L))
+    at = _offsets(L)
+    if ADD:
+        values = _load(out + at, at < left, FULL) + values
+    _store(out + at, values, at < left, FULL)
+
+
+@triton.jit(do_not_specialize=["out_stride", "wire_at", "wire_stride", "rows", "numel", "low_at", "high_at", "tag_at", "tag", "weight"])
+def onebit_decode_kernel(
+    wire, wire_at, out, out_stride, wire_stride, rows, numel, low_at, high_at, tag_at, tag, weight,
+    STEP: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    row, start, wire = _place(wire, wire_at, wire_stride, TILE)
+    low_at, high_at, tag_at, numel = _bytes(low_at), _bytes(high_at), _bytes(tag_at), numel.to(tl.int64)
+    out += row * out_stride * STEP + start
+    left = tl.minimum(numel - start, TILE).to(tl.int32)
+    if row < rows:
+        if left >= TILE:
+            _onebit_decode_tile(wire, out, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED, ADD, BLOCK, L, True)
+        else:
+            _onebit_decode_tile(wire, out, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED, ADD, BLOCK, L, False)

@@ -107,7 +107,7 @@ def block_scales(p: BlockParams, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(magnitude: Tensor, limit: Tensor, *, ceil: bool) -> Tensor:
-    """2**e, e >= -127: the smallest that maps the block into the limit, or by exponents alone; NaN if e > 127."""
+    """2**e, e >= -127: the smallest that maps the block into the limit, or by exponents; NaN if e > 127."""
     top = limit.view(torch.int32)
     exponent = (magnitude >> 23) - (top >> 23)
     if ceil:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.kernels.loops import INFINITY, F, I, Q, _as_float, _as_int
-from thinwire.kernels.pack_loops import copy, jit, pack_part, unpack_part
+from thinwire.kernels.pack_loops import jit, pack_part, unpack_part
 from thinwire.kernels.params import GROUP
 from thinwire.kernels.scale_loops import NAN, QUIET, exp2, largest
 
@@ -40,8 +40,8 @@ def _levels(u: Any, bits: Any, width: Any, signed: Any, lows: Any, highs: Any) -
         else:
             up = (size_total + total) >> 1  # the sum of what is not negative, exactly
             down = (total - size_total) >> 1
-            high = F(F(F(F(up) / F(max(ones, 1))) * back) * again)
-            low = F(F(F(F(down) / F(max(size - ones, 1))) * back) * again)
+            high = F(F(F(F(up) / F(max(ones, np.int64(1)))) * back) * again)
+            low = F(F(F(F(down) / F(max(size - ones, np.int64(1)))) * back) * again)
         lows[b] = NAN if magnitude >= INFINITY else F(low + F(0))
         highs[b] = NAN if magnitude >= INFINITY else F(high + F(0))
 
@@ -56,12 +56,13 @@ def _signs(u: Any, width: Any, highs: Any, codes: Any) -> None:
 
 
 @jit
-def _choose(codes: Any, width: Any, lows: Any, highs: Any, add: Any, out: Any) -> None:
+def _choose(codes: Any, width: Any, lows: Any, highs: Any, add: Any, start_from: Any, out: Any) -> None:
+    """What the codes stand for, added to `start_from` or not."""
     for b in range(-(-out.size // width)):
         start, size, low, high = Q(b * width), min(width, out.size - b * width), lows[b], highs[b]
         if add:
             for i in range(size):
-                out[start + Q(i)] = F(out[start + Q(i)] + (high if codes[start + Q(i)] else low))
+                out[start + Q(i)] = F(start_from[start + Q(i)] + (high if codes[start + Q(i)] else low))
         else:
             for i in range(size):
                 out[start + Q(i)] = high if codes[start + Q(i)] else low
@@ -100,8 +101,7 @@ def encode_rows(x: Any, residual: Any, w8: Any, w32: Any, units: Any, plan: Any,
             r = residual[row, start : start + size]
             for b in range(count):
                 lows[b], highs[b] = F(-lows[b]), F(-highs[b])
-            copy(u, 0, r, 0, size)
-            _choose(codes, block, lows, highs, True, r)
+            _choose(codes, block, lows, highs, True, u, r)
         if start + size == numel:
             w[Q(w.size - 1)] = tag
 
@@ -123,4 +123,5 @@ def decode_rows(out: Any, w8: Any, w32: Any, units: Any, plan: Any, weight: Any,
             lows[b] = F(_as_float(w[Q((low_at >> 2) + at + b)]) * weight) if low_at >= 0 else F(-highs[b])
         groups = -(-size // GROUP)
         unpack_part(w8[row, start // 8 : start // 8 + groups * 8], 0, 1, codes)
-        _choose(codes, block, lows, highs, add, out[row, start : start + size])
+        o = out[row, start : start + size]
+        _choose(codes, block, lows, highs, add, o, o)

@@ -1,0 +1,53 @@
+"""Where results go: the caller's `out`, or a stand-in where kernels cannot write to it."""
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import InputError
+
+
+def target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`out` if it is as it must be, or a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if not isinstance(out, Tensor):
+        raise InputError(f"out must be a torch.Tensor, not {type(out).__name__}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InputError("out requires a gradient; write to it under torch.no_grad()")
+    if out.dtype != dtype or out.shape != shape or out.device != device:
+        raise InputError(
+            f"out must be {dtype}, {tuple(shape)} on {device}; "
+            f"got {out.dtype}, {tuple(out.shape)} on {out.device}"
+        )
+    return out
+
+
+def writable(result: Tensor, *inputs: object, align: int = 1) -> Tensor:
+    """The target itself, or a stand-in if it is strided, badly aligned or may share memory with an input."""
+    shared = any(isinstance(each, Tensor) and overlap(result, each) for each in inputs)
+    if result.is_contiguous() and not shared and result.data_ptr() % align == 0:
+        return result.detach()
+    return torch.empty_like(result, memory_format=torch.contiguous_format)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory that two tensors span meets, even where it comes from different owners."""
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    begin, end = _span(one)
+    first, last = _span(other)
+    return first < end and begin < last
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def deliver(result: Tensor, wanted: Tensor) -> Tensor:
+    """What a kernel wrote, in the tensor that was asked for."""
+    if result.data_ptr() != wanted.data_ptr():
+        wanted.detach().copy_(result.view(wanted.shape))
+    else:
+        torch.autograd.graph.increment_version(wanted)  # kernels write past autograd; it must know
+    return wanted

@@ -1,0 +1,389 @@
+"""The GPU kernels of block codecs equal the reference: every byte of a wire, every decoded bit.
+
+On a machine with a GPU they run there. Without one, Triton's interpreter runs the same programs on the
+CPU, with fewer sizes, since it is slow; the parts that need the real thing are skipped.
+"""
+
+# ruff: noqa: E402 (the environment must be set before Triton is imported)
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+
+from thinwire import Stream
+from thinwire.codecs.block import Block
+from thinwire.codecs.onebit import OneBit
+from thinwire.formats import Float
+from thinwire.kernels import block_cuda, block_programs, block_reference, onebit_reference, reference
+from thinwire.kernels.params import (
+    FILLED,
+    MINMAX,
+    NEAREST,
+    STOCHASTIC,
+    BlockParams,
+    GridParams,
+    WirePlan,
+    packed_nbytes,
+)
+from thinwire.scaling import Scaling
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+KEY = Stream(seed=9, step=1, tensor="weights", rank=3).key
+GUARD = 0xA5  # what memory around a wire holds
+SIZES = (1, 5, 63, 64, 65, 1000, 1024, 2064, 4097)
+NEAR = ("nearest", "stochastic")
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _no_device_switch(monkeypatch):
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+
+def sizes(index):
+    """All of them on a GPU; two in the interpreter, others for every case."""
+    return SIZES if HAS_GPU else (SIZES[index % 6], SIZES[5 + index % 3])
+
+
+def numbers(numel, seed=0):
+    """Three rows: one with NaN and infinities, one from zeros and subnormals to huge, and a plain one."""
+    generator = torch.Generator().manual_seed(1000 * numel + seed)
+    x = torch.randn(3, numel, generator=generator)
+    x *= torch.exp(4 * torch.randn(3, 1, generator=generator))
+    x[0, 130:133] = -0.0
+    x[0, 3:4] = torch.nan
+    x[0, 64:65] = torch.inf
+    x[0, 1050:1051] = -torch.inf
+    x[1, 64:160] = 0.0
+    x[1, 160:288] *= 1e-40
+    x[1, 288:512] *= 1e-38
+    x[1, 768:900] *= 1e35
+    x[1, 900:901] = -1e38
+    return x
+
+
+def move(x):
+    """A copy on the device, which may be this one."""
+    return x.to(DEVICE, copy=True)
+
+
+def same(one, other):
+    """Equal bits, but for the bits of NaNs."""
+    one, other = one.cpu(), other.cpu()
+    known = ~one.isnan()
+    assert torch.equal(known, ~other.isnan())
+    assert torch.equal(one[known].view(torch.int32), other[known].view(torch.int32))
+
+
+def blank(rows, nbytes, shift=0):
+    """Wires inside a buffer whose other bytes must not change, `shift` words after its alignment."""
+    buffer = torch.full((rows * nbytes + 64,), GUARD, dtype=torch.uint8)
+    return buffer, slice(16 + 4 * shift, 16 + 4 * shift + rows * nbytes)
+
+
+def encoded(p, x, plan, residual=None, shift=0, fill=None):
+    """The reference's wires and residual; the kernel's are compared with them."""
+    rows = x.shape[0]
+    key = KEY if p.mode == STOCHASTIC else None
+    buffer, inside = blank(rows, plan.nbytes, shift)
+    expected = buffer[inside].view(rows, -1)
+    if fill is not None:
+        fill(x if residual is None else x.float() + residual, expected)
+    there = move(buffer)
+    left = None if residual is None else residual.clone()
+    block_reference.encode(p, x, expected, plan, key, left)
+    held = None if residual is None else move(residual)
+    block_cuda.encode(p, x.to(DEVICE), there[inside].view(rows, -1), plan, key, held)
+    assert torch.equal(there.cpu(), buffer)
+    if residual is not None:
+        same(held, left)
+    return expected.clone(), there[inside].view(rows, -1)
+
+
+def check(p, plan, numel, index, fill=None):
+    """Encode with a residual, decode, and add."""
+    x, residual = numbers(numel, index), numbers(numel, index + 1).roll(7, 1)
+    if HAS_GPU and numel % 16 and index % 8:  # rows one by one are aligned, and need no more compilations
+        for row in range(3):
+            check_rows(p, plan, x[row : row + 1], residual[row : row + 1], index % 4, fill)
+    else:
+        check_rows(p, plan, x, residual, index % 4, fill)
+
+
+def check_rows(p, plan, x, residual, shift, fill):
+    expected, wire = encoded(p, x, plan, residual, shift, fill)
+    for add, weight in ((False, 1.0), (True, -0.3)):
+        out, there = torch.ones(x.shape), torch.ones(x.shape, device=DEVICE)
+        block_cuda.decode(p, wire, there, plan, weight, add=add)
+        values = block_reference.decode(p, expected, plan, weight)
+        same(there, out + values if add else values)
+
+
+def check_codec(codec, index, numels):
+    p = codec._params
+    for numel in numels:
+        plan = codec._plan(numel)
+        fill = (lambda u, wire, plan=plan: codec._fill(u, wire, plan, None)) if p.rule == FILLED else None
+        check(p, plan, numel, index, fill)
+
+
+FORMATS = (
+    "int8", "int4", "int2", "int16", "float8_e4m3fn", "float8_e5m2", "float6_e2m3fn", "float4_e2m1fn", "nf4",
+    "dynamic_tree", "uniform8s", "posit8_1", "sign", "fixed2.6", "bfloat16", "posit16_1",
+)  # fmt: skip
+BLOCKS = (16, 32, 64, 128, 256, 512, None)
+BY_FORMAT = [(f, BLOCKS[(3 * i + j) % 7], NEAR[j]) for i, f in enumerate(FORMATS) for j in range(2)]
+
+
+@pytest.mark.parametrize(("format", "block", "rounding"), BY_FORMAT)
+def test_formats_of_every_family(format, block, rounding):
+    index = BY_FORMAT.index((format, block, rounding))
+    check_codec(Block(format, block, rounding), index, sizes(index))
+
+
+BY_BLOCK = [
+    (format, block, rounding)
+    for block in (16, 32, 64, 128, 256, 512, 2048, 4096, 8192, 16384, None)
+    for format in ("int8", "int4")
+    for rounding in NEAR
+    if HAS_GPU or (block or 0) in (0, 16, 128, 256, 2048)
+]
+
+
+@pytest.mark.parametrize(("format", "block", "rounding"), BY_BLOCK)
+def test_blocks_from_16_to_all_of_a_row(format, block, rounding):
+    check_codec(Block(format, block, rounding), 0, (*SIZES, 20000) if HAS_GPU else (2064,))
+
+
+OTHERS = [
+    Block("float4_e2m1fn", 32, scaling=Scaling("floor", store="e8m0")),
+    Block("float8_e4m3fn", 2048, scaling=Scaling("pow2", store="e8m0")),
+    Block("int8", 16, "stochastic", scaling=Scaling("pow2")),
+    Block("int8", 64, scaling=Scaling("pow2", store="bfloat16")),
+    Block("int4", 1024, "stochastic", scaling=Scaling("absmax", store="bfloat16")),
+    Block("float4_e2m1fn", 16, scaling=Scaling("absmax", store="e4m3")),
+    Block("int8", None, scaling=Scaling("fixed", -3.0)),
+    Block("float8_e5m2", 128, "stochastic", scaling=Scaling("l2")),
+    Block("int8", 64, "away"),
+    Block("int4", 32, "zero"),
+    Block("int8", 32, "up"),
+    Block("float8_e4m3fn", 64, "down"),
+    Block("float8_e4m3fnuz", 64),
+    Block(Float(5, 2, subnormals=False), 64),
+    Block(Float(6, 5), 64, "stochastic"),  # 12 bits: a byte and a half
+]
+
+
+@pytest.mark.parametrize("index", range(len(OTHERS)))
+def test_rules_stores_and_roundings(index):
+    check_codec(OTHERS[index], index, SIZES if HAS_GPU else (1000,))
+
+
+@pytest.mark.parametrize("mode", [NEAREST, STOCHASTIC])
+@pytest.mark.parametrize(("bits", "block"), [(8, 64), (4, 128), (3, 16), (1, 256)])
+def test_scales_between_minimum_and_maximum(bits, block, mode):
+    p = BlockParams(GridParams(bits, 0, 0, 2**bits - 1), mode, block, MINMAX, 2.0**bits - 1.0)
+    for numel in SIZES if HAS_GPU else (65, 1000):
+        codes, blocks = packed_nbytes(numel, bits), p.blocks(numel)
+        plan = WirePlan(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, 0x80000007)
+        check(p, plan, numel, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "codec", [Block("int8", 256), Block("int4", 64, "stochastic"), Block("float8_e4m3fn", 128)], ids=str
+)
+def test_inputs_of_16_bits_and_unaligned_slices(codec, dtype):
+    for numel, offset in ((1000, 1), (1024, 0), (2064, 3)) if HAS_GPU else ((1100, 1),):
+        x = numbers(numel + offset).to(dtype)[:, offset:].contiguous()
+        encoded(codec._params, x, codec._plan(numel))
+        row = numbers(numel + offset).to(dtype)[1:2, offset:]
+        encoded(codec._params, row, codec._plan(numel), numbers(numel, 3)[1:2])
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Block("int8", 256),
+        Block("int4", 128, "stochastic"),
+        Block("float8_e4m3fn", 32, scaling=Scaling("pow2", store="e8m0")),
+        Block("nf4", 64),
+        Block("int8", 16384),
+    ],
+    ids=str,
+)
+def test_reduce_adds_in_order_and_encodes(codec, count):
+    p = codec._params
+    key = KEY if codec.needs_rng else None
+    for numel in SIZES if HAS_GPU else (1100,):
+        plan = codec._plan(numel)
+        wires = torch.empty((count, 3, plan.nbytes), dtype=torch.uint8)
+        for k in range(count):
+            block_reference.encode(p, numbers(numel, k), wires[k], plan, key)
+        buffer, inside = blank(3, plan.nbytes, 3)
+        there = move(buffer)
+        block_reference.reduce(p, wires, buffer[inside].view(3, -1), plan, 1 / 3, key)
+        block_cuda.reduce(p, wires.to(DEVICE), there[inside].view(3, -1), plan, 1 / 3, key)
+        assert torch.equal(there.cpu(), buffer)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8", "dynamic_tree"])
+def test_every_code_decodes_alike(name):
+    codec = Block(name, 16)
+    plan = codec._plan(256)
+    wire = torch.empty((1, plan.nbytes), dtype=torch.uint8)
+    block_reference.encode(codec._params, torch.ones(1, 256), wire, plan)
+    wire[0, :256] = torch.arange(256).to(torch.uint8)
+    out = torch.empty((1, 256), device=DEVICE)
+    block_cuda.decode(codec._params, wire.to(DEVICE), out, plan, 1.0, add=False)
+    same(out, block_reference.decode(codec._params, wire, plan))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_row_with_another_tag_is_nan(add):
+    codec, other = Block("int8", 64), OneBit()
+    x = torch.randn(2, 300)
+    _, wire = encoded(codec._params, x, codec._plan(300))
+    wire[1, -1] ^= 1
+    out = torch.zeros((2, 300), device=DEVICE)
+    block_cuda.decode(codec._params, wire, out, codec._plan(300), 1.0, add=add)
+    assert not out[0].isnan().any()
+    assert out[1].isnan().all()
+    reduced = torch.empty((2, wire.shape[1]), dtype=torch.uint8, device=DEVICE)
+    block_cuda.reduce(codec._params, wire[None], reduced, codec._plan(300), 1.0, None)
+    again = block_reference.decode(codec._params, reduced.cpu(), codec._plan(300))
+    assert not again[0].isnan().any()
+    assert again[1].isnan().all()
+    plan = other._plan(300)
+    wire = torch.empty((2, plan.nbytes), dtype=torch.uint8, device=DEVICE)
+    block_cuda.onebit_encode(x.to(DEVICE), wire, plan, "zero", None)
+    wire[0, -4] ^= 8
+    out = torch.zeros((2, 300), device=DEVICE)
+    block_cuda.onebit_decode(wire, out, plan, 1.0, add=add)
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+
+
+@pytest.mark.parametrize("threshold", ["zero", "sign", "mean"])
+@pytest.mark.parametrize("block", [64, 128, 2048, 8192, 16384] if HAS_GPU else [64, 128, 2048])
+def test_one_bit(block, threshold):
+    codec = OneBit(block, threshold)
+    for index, numel in enumerate((*SIZES, 20000) if HAS_GPU else (65, 2064)):
+        plan = codec._plan(numel)
+        x, residual = numbers(numel), numbers(numel, 1).roll(9, 1)
+        x[2, :64] = torch.finfo(torch.float32).max
+        x[1, 960:1024] = 2.0**-130
+        for dtype, held in ((torch.float32, residual), (torch.bfloat16, None)):
+            check_onebit(plan, threshold, x.to(dtype), held, index % 4)
+
+
+def check_onebit(plan, threshold, x, residual, shift):
+    buffer, inside = blank(3, plan.nbytes, shift)
+    there = move(buffer)
+    expected, wire = buffer[inside].view(3, -1), there[inside].view(3, -1)
+    left = None if residual is None else residual.clone()
+    held = None if residual is None else move(residual)
+    onebit_reference.encode(x, expected, plan, threshold, left)
+    block_cuda.onebit_encode(x.to(DEVICE), wire, plan, threshold, held)
+    assert torch.equal(there.cpu(), buffer)
+    if residual is not None:
+        same(held, left)
+    for add, weight in ((False, 1.0), (True, -0.3)):
+        out, result = torch.ones(3, plan.numel), torch.ones(3, plan.numel, device=DEVICE)
+        values = onebit_reference.decode(expected, plan, weight)
+        block_cuda.onebit_decode(wire, result, plan, weight, add=add)
+        same(result, out + values if add else values)
+
+
+@pytest.mark.parametrize("block", [16, 512, 4096, 16384, 30000])
+def test_largest_magnitudes(block):
+    x = numbers(30000 if block > 4096 else 5000)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block)).view(3, -1, block)
+    expected = (padded.view(torch.int32) & 0x7FFFFFFF).amax(-1)
+    assert torch.equal(block_cuda.magnitudes(x.to(DEVICE), block).cpu(), expected)
+    assert block_cuda.magnitudes(x[:, :0].to(DEVICE), 1).shape == (3, 0)
+
+
+@triton.jit
+def words_kernel(u, out, row, numel, k0, k1, k2, k3, C: tl.constexpr, L: tl.constexpr):  # noqa: N803
+    at = block_programs._offsets(L)
+    key = (row.to(tl.int64), k0, k1, k2, k3)
+    words = block_programs._words(tl.load(u + at), row.to(tl.int64) * 0 + 1024, numel.to(tl.int64), key, C, L)
+    tl.store(out + at, words.to(tl.int32, bitcast=True))
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize("row", [0, 5, 1 << 34, -3 * pow(33, -1, 1 << 25) % (1 << 25)])
+def test_words_are_those_of_the_stream(row, width):
+    """Also where the lower half of a call's number overflows in the middle of the tile."""
+    numel = 33 * 512
+    u, out = torch.randn(1024, device=DEVICE), torch.empty(1024, dtype=torch.int32, device=DEVICE)
+    signed = [word - (word >> 31 << 32) for word in KEY]
+    constants = {"C": (0, (), STOCHASTIC, 0, 0, False, 0, 8), "L": (64 // width, width, 4, 1024, 0)}
+    words_kernel[(1,)](u, out, row, numel, *signed, **constants, num_warps=1)
+    first = row * (-(-numel // 512)) * 128 + 256
+    words = reference.philox(torch.arange(first, first + 256), KEY)
+    expected = torch.stack([word.view(2, 128) for word in words], dim=1).flatten()
+    assert torch.equal(out.cpu(), expected.to(torch.int32))
+
+
+@needs_gpu
+@pytest.mark.parametrize("codec", [Block("int8", 256, "stochastic"), Block("int4", 128)], ids=str)
+def test_more_elements_than_32_bits_count(codec):
+    numel = (1 << 32) + 1536
+    p, plan = codec._params, codec._plan(numel)
+    x = torch.zeros((1, numel), dtype=torch.bfloat16, device="cuda")
+    x[:, -2048:] = torch.randn(2048, device="cuda").to(torch.bfloat16)
+    wire = torch.empty((1, plan.nbytes), dtype=torch.uint8, device="cuda")
+    key = KEY if codec.needs_rng else None
+    block_cuda.encode(p, x, wire, plan, key, None)
+    start = numel - 2048
+    tail = codec._plan(2048)
+    expected = torch.empty((1, tail.nbytes), dtype=torch.uint8)
+    shifted = block_reference._row_words
+    if key:
+        words = reference.philox(torch.arange(start // 4, start // 4 + 512), key)
+        words = torch.stack([word.view(4, 128) for word in words], dim=1).flatten()
+        block_reference._row_words = lambda *_: words.to(torch.int32).view(torch.uint32)
+    try:
+        block_reference.encode(p, x[:, start:].float().cpu(), expected, tail, key)
+    finally:
+        block_reference._row_words = shifted
+    nbytes = tail.scales_at
+    assert torch.equal(wire[:, plan.scales_at - nbytes : plan.scales_at].cpu(), expected[:, :nbytes])
+    scales = 2048 // codec.block * 4
+    assert torch.equal(wire[:, -4 - scales : -4].cpu(), expected[:, nbytes : nbytes + scales])
+    out = torch.empty((1, numel), device="cuda")
+    block_cuda.decode(p, wire, out, plan, 1.0, add=False)
+    same(out[:, start:], block_reference.decode(p, expected, tail))
+    assert not out[:, : 1 << 20].any()
+
+
+@needs_gpu
+def test_more_rows_than_a_grid_dimension():
+    codec = Block("int8", 16, "stochastic")
+    x = torch.randn(70000, 20)
+    encoded(codec._params, x, codec._plan(20))
+
+
+@needs_gpu
+@pytest.mark.parametrize("spec", [Block("int8", 256), Block("nf4", 64, "stochastic"), OneBit()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_public_calls_agree_with_the_cpu(spec, dtype):
+    rng = Stream(seed=1, step=0, tensor="x", rank=0) if spec.needs_rng else None
+    x = torch.randn(3, 5, 1001).to(dtype)
+    wire = spec.encode(x, rng)
+    there = spec.encode(x.cuda(), rng)
+    assert torch.equal(there.cpu(), wire)
+    assert torch.equal(spec.decode(there, 1001).cpu(), spec.decode(wire, 1001))

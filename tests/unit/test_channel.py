@@ -1,0 +1,315 @@
+"""Channels: what is owed, slot by slot, and that over many steps everything arrives."""
+
+import io
+import math
+
+import pytest
+import torch
+
+from thinwire import Channel, Stream, codecs
+from thinwire.codecs import CODECS, RandomK
+from thinwire.errors import CodecError, InputError
+
+UNIT = 2.0**-24  # half a unit in the last place of float32, relative
+OWING = [name for name, codec in CODECS.items() if codec.feedback]
+#: How far a stored residual may be off, relative to the largest of its block of 256: half a unit in the last
+#: place of bfloat16; half of 1/127 and the rounding of the scale.
+STORED = {"float32": 0.0, "bfloat16": 2.0**-8, "int8": 0.5 / 127 + 2.0**-22}
+every_owing = pytest.mark.parametrize("spec", OWING)
+every_store = pytest.mark.parametrize("feedback", STORED)
+
+
+def gauss(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dyadic(*shape, seed=0):
+    """Multiples of 1/64 under 4, whose sums over many steps float32 holds exactly."""
+    return torch.randint(-255, 256, shape, generator=torch.Generator().manual_seed(seed)) / 64
+
+
+def stream(codec, step):
+    return Stream(3, step=step) if codec.needs_rng else None
+
+
+def run(channel, given, slot="w"):
+    """Send one tensor after the other; everything that arrived, in float64."""
+    sent = [
+        channel.decode(channel.encode(x, slot, stream(channel.codec, step)), x.shape[-1]).double()
+        for step, x in enumerate(given)
+    ]
+    return torch.stack(sent)
+
+
+# Conservation
+
+
+@pytest.mark.parametrize("spec", ["topk/0.01+ef", "mstopk/0.1+ef", "threshold/3~cap0.1+ef", "randomk/0.2+ef"])
+def test_what_arrived_and_what_is_owed_is_exactly_what_was_given(spec):
+    given = [dyadic(2, 300, seed=step) for step in range(60)]
+    channel = Channel(spec)
+    sent = run(channel, given).sum(0)
+    owed = channel.residual("w", given[0]).double()
+    total = torch.stack(given).double().sum(0)
+    assert torch.equal(sent + owed, total)
+    assert bool(owed.any())
+
+
+@every_owing
+@every_store
+def test_nothing_is_lost_but_what_rounding_loses(spec, feedback):
+    """One rounding of x + residual and one of the residual a step, and what the store loses."""
+    codec = codecs.get(spec).with_feedback(feedback)
+    channel = Channel(codec)
+    lost = torch.zeros(400, dtype=torch.float64)
+    balance, before = torch.zeros(400, dtype=torch.float64), torch.zeros(400)
+    for step in range(30):
+        x = gauss(400, seed=step) * 10.0 ** (step % 3)
+        wire = channel.encode(x, "w", stream(codec, step))
+        sent, after = channel.decode(wire, 400), channel.residual("w", x).clone()
+        balance += x.double() - sent.double()
+        total = x + before
+        kept = total - sent
+        block = kept.abs()
+        if feedback == "int8":
+            block = torch.cat([each.abs().max().expand_as(each) for each in kept.split(256)])
+        lost += UNIT * (total.abs() + kept.abs()).double() + STORED[feedback] * block.double()
+        assert bool(((balance - after.double()).abs() <= lost).all()), step
+        before = after
+
+
+@every_store
+def test_residuals_are_kept_in_the_dtype_that_the_spec_says(feedback):
+    codec, x = codecs.get("onebit/64").with_feedback(feedback), gauss(3, 1000)
+    channel, plain = Channel(codec), torch.zeros(3, 1000)
+    codec.encode(x, residual=plain)
+    channel.encode(x, "w")
+    held = channel.residuals["w"]
+    assert held.numel() * held.element_size() == {"float32": 12000, "bfloat16": 6000, "int8": 3060}[feedback]
+    off = (channel.residual("w", x) - plain).abs()
+    top = torch.cat([each.abs().amax(-1, keepdim=True).expand_as(each) for each in plain.split(256, -1)], -1)
+    assert bool((off <= STORED[feedback] * (top if feedback == "int8" else plain.abs())).all())
+    assert bool(off.any()) == (feedback != "float32")
+
+
+def test_batches_are_kept_row_by_row():
+    x = [gauss(3, 200, seed=step) for step in range(4)]
+    batch, rows = Channel("onebit/64+ef"), Channel("onebit/64+ef")
+    together = run(batch, x)
+    for row in range(3):
+        alone = run(rows, [each[row] for each in x], slot=f"row {row}")
+        assert torch.equal(together[:, row], alone)
+
+
+def test_without_feedback_nothing_is_owed():
+    channel, x = Channel("onebit/64"), gauss(200)
+    assert torch.equal(channel.encode(x, "w"), codecs.get("onebit/64").encode(x))
+    assert torch.equal(channel.encode(x, "w"), channel.encode(x, "w"))
+    assert channel.residuals == {}
+    assert not channel.residual("w", x).any()
+
+
+# Slots
+
+
+def test_slots_do_not_mix():
+    one, other = [gauss(100, seed=s) for s in range(5)], [gauss(2, 30, seed=9 + s) for s in range(5)]
+    together, first, second = (Channel("topk/0.1+ef") for _ in range(3))
+    sent = [(run(together, [a], "a"), run(together, [b], "b")) for a, b in zip(one, other, strict=True)]
+    assert torch.equal(torch.cat([a for a, _ in sent]), run(first, one, "a"))
+    assert torch.equal(torch.cat([b for _, b in sent]), run(second, other, "b"))
+    assert set(together.residuals) == {"a", "b"}
+    together.forget("a")
+    assert set(together.residuals) == {"b"}
+    assert not together.residual("a", one[0]).any()
+    together.forget("a")  # what is not owed can be forgotten again
+    together.forget()
+    assert together.residuals == {}
+
+
+def test_two_channels_of_one_codec_owe_apart():
+    one, other = Channel("onebit/64+ef"), Channel("onebit/64+ef")
+    one.encode(gauss(100), "w")
+    assert other.residuals == {}
+
+
+@every_store
+@pytest.mark.parametrize("shape", [(5,), (7,), (6, 1), (1, 6), (2, 6), (3, 2), (600,), (0,)])
+def test_another_shape_in_the_same_slot_is_refused_with_advice(feedback, shape):
+    channel = Channel(codecs.get("onebit/64").with_feedback(feedback))
+    channel.encode(gauss(6), "layer.weight")
+    kept = channel.residuals["layer.weight"].clone()
+    message = r"slot 'layer.weight' owes \(6,\), but .* is sent; give tensors of another shape another name"
+    with pytest.raises(InputError, match=message):
+        channel.encode(torch.ones(shape), "layer.weight")
+    assert torch.equal(channel.residuals["layer.weight"], kept)
+    channel.forget("layer.weight")
+    channel.encode(torch.ones(shape), "layer.weight")
+
+
+def test_a_call_that_fails_changes_nothing():
+    channel = Channel("onebit/64+ef")
+    channel.encode(gauss(100), "w")
+    kept = channel.residuals["w"].clone()
+    with pytest.raises(CodecError, match="rng must be None"):
+        channel.encode(gauss(100), "w", Stream(1))
+    with pytest.raises(InputError, match="out must be"):
+        channel.encode(gauss(100), "w", out=torch.empty(3, dtype=torch.uint8))
+    with pytest.raises(InputError):
+        channel.encode(gauss(100).double(), "w")
+    with pytest.raises(InputError, match="cpu"):
+        channel.encode(torch.empty(100, device="meta"), "w")
+    assert torch.equal(channel.residuals["w"], kept)
+    with pytest.raises(InputError):
+        channel.encode(gauss(100).long(), "new")
+    assert set(channel.residuals) == {"w"}
+
+
+def test_the_meta_device_owes_nothing():
+    channel = Channel("topk/0.1+ef")
+    wire = channel.encode(torch.empty(3, 50, device="meta"), "w")
+    assert wire.shape == (3, codecs.get("topk/0.1").nbytes(50))
+    assert channel.residuals == {}
+
+
+# Steps that go wrong
+
+
+@every_owing
+@every_store
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_step_shows_and_does_not_spoil_later_ones(spec, feedback, bad):
+    codec = codecs.get(spec).with_feedback(feedback)
+    channel = Channel(codec)
+    broken = gauss(300)
+    broken[7] = bad
+    run(channel, [gauss(300, seed=1)])
+    assert not bool(run(channel, [broken]).isfinite().all())
+    assert bool(channel.residual("w", broken).isfinite().all())
+    later = run(channel, [gauss(300, seed=seed) for seed in range(2, 6)])
+    assert bool(later.isfinite().all())
+    assert bool(channel.residual("w", broken).isfinite().all())
+
+
+def test_only_what_the_bad_element_touched_is_dropped():
+    channel, clean, x = Channel("onebit/64+ef"), Channel("onebit/64+ef"), gauss(256)
+    for each in (channel, clean):
+        each.encode(x, "w")
+    broken = gauss(256, seed=1)
+    clean.encode(broken, "w")
+    broken[70] = math.nan
+    channel.encode(broken, "w")
+    found, expected = channel.residual("w", x), clean.residual("w", x)
+    assert not found[64:128].any()
+    assert torch.equal(found[:64], expected[:64])
+    assert torch.equal(found[128:], expected[128:])
+
+
+def test_a_wire_of_nothing_but_zeros_pays_the_debt_off():
+    """A vector that is followed by zeros arrives in full, since what is owed is sent."""
+    channel, x = Channel("topk/0.25+ef"), dyadic(100, seed=4)
+    sent = run(channel, [x, *[torch.zeros(100)] * 3]).sum(0)
+    assert torch.equal(sent, x.double())
+    assert not channel.residual("w", x).any()
+
+
+# Agreement
+
+
+def test_summaries_are_of_what_will_be_sent():
+    channel, codec = Channel("aps/e5m2+ef"), codecs.get("aps/e5m2")
+    x = gauss(300) * 1e-3
+    assert torch.equal(channel.summary(x, "w", 4), codec.summary(x, 4))
+    channel.encode(gauss(300, seed=1) * 100, "w")
+    total = x + channel.residual("w", x)
+    shared = channel.summary(x, "w", 4)
+    assert torch.equal(shared, codec.summary(total, 4))
+    assert not torch.equal(shared, codec.summary(x, 4))
+    wire = channel.encode(x, "w", shared=shared)
+    assert torch.equal(wire, codec.encode(total, shared=shared))
+    assert torch.equal(channel.residual("w", x), total - codec.decode(wire, 300))
+
+
+# State
+
+
+@every_owing
+@every_store
+def test_a_state_survives_a_file_bit_for_bit(spec, feedback):
+    codec = codecs.get(spec).with_feedback(feedback)
+    channel, given = Channel(codec), [gauss(2, 300, seed=seed) for seed in range(8)]
+    run(channel, given[:4], "a")
+    run(channel, [gauss(50)], "b")
+    file = io.BytesIO()
+    torch.save(channel.state_dict(), file)
+    file.seek(0)
+    again = Channel(codec)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert again.residuals.keys() == channel.residuals.keys() == {"a", "b"}
+    for slot, held in channel.residuals.items():
+        assert torch.equal(again.residuals[slot], held)
+        assert again.residuals[slot].dtype == held.dtype
+    assert torch.equal(run(again, given[4:], "a"), run(channel, given[4:], "a"))
+    with pytest.raises(InputError, match="owes"):
+        again.encode(gauss(300), "a")
+
+
+def test_a_loaded_state_shares_no_memory():
+    channel, again = Channel("onebit/64+ef"), Channel("onebit/64+ef")
+    channel.encode(gauss(100), "w")
+    again.load_state_dict(channel.state_dict())
+    kept = again.residuals["w"].clone()
+    channel.encode(gauss(100, seed=1), "w")
+    assert torch.equal(again.residuals["w"], kept)
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"residuals": None}, {"codec": "onebit/128+ef"}])
+def test_states_of_something_else_are_refused(change):
+    channel = Channel("onebit/64+ef")
+    channel.encode(gauss(100), "w")
+    kept = channel.residuals["w"].clone()
+    state = {**channel.state_dict(), **change}
+    with pytest.raises(InputError, match=r"onebit/128|no state of a thinwire\.Channel"):
+        channel.load_state_dict(state)
+    with pytest.raises(InputError):
+        channel.load_state_dict({})
+    with pytest.raises(InputError):
+        channel.load_state_dict({key: value for key, value in state.items() if key != "codec"})
+    assert torch.equal(channel.residuals["w"], kept)
+
+
+def test_a_channel_takes_specs_and_codecs():
+    assert Channel("topk/0.1+ef").codec == codecs.get("topk/0.1+ef")
+    assert Channel(codecs.get("int8/256")).codec is codecs.get("int8/256")
+
+
+# What it is for
+
+
+def descend(spec, steps, rate):
+    """Gradient descent on an ill-conditioned quadratic in 200 unknowns, gradients through a channel."""
+    channel = Channel(spec)
+    curvature = torch.logspace(-1, 0, 200)
+    goal = gauss(200)
+    x = torch.zeros(200)
+    for step in range(steps):
+        gradient = curvature * (x - goal)
+        wire = channel.encode(gradient, "x", stream(channel.codec, step))
+        x = x - rate * channel.decode(wire, 200)
+    return float((curvature * (x - goal).square()).sum() / (curvature * goal.square()).sum())
+
+
+@pytest.mark.parametrize("body", ["onebit/64", "onebit/64~mean", "sign/64", "topk/0.02"])
+def test_feedback_beats_no_feedback_on_a_quadratic(body):
+    """One-bit stalls at a distance set by the block's mean; top-k forgets the small curvatures."""
+    exact = descend("fp32", 300, 0.1)
+    with_feedback, without = descend(f"{body}+ef", 300, 0.1), descend(body, 300, 0.1)
+    assert with_feedback < 0.01 * without
+    assert with_feedback < 2 * exact
+
+
+def test_random_places_with_feedback_send_everything_in_the_end():
+    channel = Channel(RandomK(0.1, feedback="float32"))
+    given = [gauss(100)] + [torch.zeros(100)] * 200
+    sent = run(channel, given).sum(0)
+    assert torch.allclose(sent, given[0].double(), atol=1e-6)
