@@ -574,6 +574,7 @@ def test_out_is_filled_and_returned(codec):
         assert encoded(codec, x, out=out) is out
         assert torch.equal(out, wire)
         assert out._version > version
+    assert torch.equal(encoded(codec, x[0], out=spare.view(-1)[1 : 1 + nbytes]), wire[0])  # within a word
     decoded = codec.decode(wire, 200)
     for out in (torch.full((2, 200), 9.0), torch.full((2, 400), 9.0)[:, ::2], torch.full((200, 2), 9.0).T):
         version = out._version
@@ -756,10 +757,9 @@ def test_wires_of_the_wrong_length_are_refused(codec):
 
 @every_codec
 def test_wires_of_another_codec_or_size_are_refused(codec):
-    numel, tried = 256, 0
+    numel = 256
     for other in CODECS.values():
         if other.name != codec.name and other.nbytes(numel) == codec.nbytes(numel) and codec.tagged:
-            tried += 1
             with pytest.raises(WireError, match="tag does not match"):
                 codec.decode(encoded(other, gauss(numel)), numel)
     wires = encoded(codec, gauss(2, numel))
@@ -910,6 +910,18 @@ def test_a_sum_over_all_ranks_at_the_top_does_not_overflow_the_format(spec, worl
         assert float(total.min()) > codec.format.max / 8  # and no more room than that is left
     else:  # powers of two alone: a rank's share may be rounded up by a third
         assert float(total.max()) <= codec.format.max * 4 / 3
+
+
+@every_sharing
+@pytest.mark.parametrize("world", [4, 16])
+def test_the_margin_makes_scales_as_much_larger_as_it_says(codec, world):
+    alone, shared = (codec.summary(gauss(300), each) for each in (1, world))
+    if codec.scaling.store == "e8m0":  # exponents
+        alone, shared = (2.0 ** each.double() for each in (alone, shared))
+    else:  # patterns
+        alone, shared = (each.view(torch.float32) for each in (alone, shared))
+    times = {"": 1, "sqrt": math.sqrt(world), "world": world}[codec.scaling.margin]
+    assert torch.equal(shared, alone * times)
 
 
 @every_sharing

@@ -325,6 +325,43 @@ def test_one_bit_is_the_sign_and_two_means(block):
         np.testing.assert_allclose(found[name].view(np.float32), mean.numpy(), rtol=2.0**-20)
 
 
+@pytest.mark.parametrize("block", [64, 512])
+def test_the_other_thresholds_are_a_mean_deviation_and_a_mean_magnitude(block):
+    x = gauss(block * 50) + 0.3
+    rows = x.double().view(-1, block)
+    mean = rows.mean(1)
+    spread = (rows - mean[:, None]).abs().mean(1)
+    codec = codecs.get(f"onebit/{block}~mean")
+    found = parts(codec, codec.encode(x), x.numel())
+    np.testing.assert_array_equal(unpacked(found["bits"], x.numel(), 1), (rows >= mean[:, None]).flatten())
+    np.testing.assert_allclose(found["low"].view(np.float32), (mean - spread).numpy(), rtol=2.0**-18)
+    np.testing.assert_allclose(found["high"].view(np.float32), (mean + spread).numpy(), rtol=2.0**-18)
+    codec = codecs.get(f"sign/{block}")
+    found = parts(codec, codec.encode(x), x.numel())
+    np.testing.assert_array_equal(unpacked(found["bits"], x.numel(), 1), (x >= 0).numpy())
+    np.testing.assert_allclose(found["high"].view(np.float32), rows.abs().mean(1).numpy(), rtol=2.0**-20)
+
+
+SHORT_ENDS = {"onebit/column:7": 7, "onebit/64": 64, "onebit/64~mean": 64, "sign/64": 64, "onebit/128": 128}
+
+
+@pytest.mark.parametrize("numel", [30, 45, 64, 65])
+@pytest.mark.parametrize("spec", SHORT_ENDS)
+def test_a_last_block_that_is_short_has_the_means_of_its_own_elements(spec, numel):
+    codec, x = codecs.get(spec), gauss(numel, seed=3) - 0.2
+    last = x[(numel - 1) // SHORT_ENDS[spec] * SHORT_ENDS[spec] :].double()
+    middle = last.mean() if codec.threshold == "mean" else 0.0
+    high, low = ((last - middle) * kind for kind in (last >= middle, last < middle))
+    if codec.threshold == "zero":
+        high, low = high.sum() / max((high != 0).sum(), 1), low.sum() / max((low != 0).sum(), 1)
+    else:
+        high = (last - middle).abs().mean()
+        low = -high
+    expected = middle + torch.where(last >= middle, high, low)
+    decoded = codec.decode(codec.encode(x), numel)[-last.numel() :]
+    assert torch.allclose(decoded.double(), expected, rtol=2.0**-18)
+
+
 @pytest.mark.parametrize("shape", [(70, 9), (3, 4), (33, 1), (8, 5, 3, 3), (100,)])
 def test_columns_are_laid_out_as_in_cntk(shape):
     """Of W = ceil(M / 32) words to a column of M rows, word i holds rows i, i + W, i + 2W, ..."""

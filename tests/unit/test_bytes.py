@@ -109,6 +109,14 @@ def test_columns_expand_networks_of_small_kernels_and_suit_dense_ones():
         assert measured(net, "1bit*")["ratio"] > 15
 
 
+def test_tensors_of_just_the_least_size_are_quantised():
+    codec = codecs.get("qsgd4/512")
+    for numel, expected in ((SMALL - 1, 4 * (SMALL - 1)), (SMALL, codec.nbytes(SMALL))):
+        found = footprint({"w": (numel,)}, codec, SMALL)
+        assert found["wire_nbytes"] == expected
+        assert found["quantised_fraction"] == (numel == SMALL)
+
+
 def test_no_tensors_take_no_bytes():
     assert footprint({}, codecs.get("int8/256")) == {
         "params": 0, "fp32_nbytes": 0, "wire_nbytes": 0, "ratio": 1.0, "quantised_fraction": 0.0,

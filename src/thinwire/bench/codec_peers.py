@@ -47,6 +47,8 @@ def bitsandbytes_blocks(x: Tensor) -> Iterator[Case]:
 def torchao_mx(x: Tensor) -> Iterator[Case]:
     """Its casts to MX formats, in eager torch: scales by exponents alone, as ours are."""
     del x
+    for name in ("torchao", "torch.utils._pytree"):  # complaints of its import that change nothing here
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     mx: Any = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
 
     def to_mx(dtype: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -212,10 +212,11 @@ class Block(Codec):
             found = self._scales(u)
             factor = None
             if p.store == E4M3:
-                factor = block_reference._poison(
-                    (found.view(torch.int32).amax(-1, keepdim=True)).view(torch.float32) / FACTOR_LIMIT,
-                    found.isnan().any(-1, keepdim=True),
-                )
+                largest = found.view(torch.int32).amax(-1, keepdim=True).view(torch.float32)
+                factor = largest / scaling._number(
+                    FACTOR_LIMIT, found
+                )  # a plain number is multiplied on GPUs
+                factor = block_reference._poison(factor, found.isnan().any(-1, keepdim=True))
                 block_reference._put(wire, plan.extra_at, block_reference._as_bytes(factor))
             scales = self._stored(found, factor)
         block_reference._put(wire, plan.scales_at, scales)

@@ -35,8 +35,14 @@ from thinwire.kernels.params import (
 )
 from thinwire.kernels.reference import Key
 
-SPAN = 8192  # elements that are worked on at a time; with their buffers they fit into the cache
+SPAN = 1024  # elements that are worked on at a time: so few that memory is never idle for long
+LONG_SPAN = 8192  # for loops that take longer to set up: look-ups, random words, residuals
 NONE = np.empty((0, 0), np.float32)
+NO_WIRES: tuple[Array, Array, Array] = (
+    np.empty((0, 0, 0), np.uint8),
+    np.empty((0, 0, 0), np.uint16),
+    np.empty((0, 0, 0), np.int32),
+)
 E4M3_VALUES = reference.from_codes(block_reference.SCALE_FORMAT, torch.arange(256)).numpy()
 
 
@@ -46,9 +52,10 @@ def encode(
     """Rows into their wires; see `block_reference.encode`."""
     made = _made(p)
     element = (*made.element, _key(key), made.no_words)
-    span = max(SPAN, p.block) if p.rule != FILLED else SPAN
-    args = (x.numpy(), NONE if residual is None else residual.numpy(), *_views(wire), E4M3_VALUES)
-    rest = (_layout(p, plan), element, made.how, made.values, made.buffer)
+    span = _span(p, residual is not None)
+    held = NONE if residual is None else residual.numpy()
+    args = (x.numpy(), held, *NO_WIRES, *_views(wire), E4M3_VALUES)
+    rest = (_layout(p, plan), element, made.how, made.values, np.float32(1), made.buffer)
     _spread(x.shape[0], plan.numel, span, lambda units: block_loops.encode_rows(*args, units, *rest))
 
 
@@ -66,10 +73,17 @@ def reduce(
     """Wires [K, rows, nbytes] into the wires of their weighted sums."""
     made = _made(p)
     element = (*made.element, _key(key), made.no_words)
-    span = max(SPAN, p.block)
-    args = (*_views(wires), *_views(out), E4M3_VALUES)
+    span = _span(p, feedback=False)
+    args = (NONE, NONE, *_views(wires), *_views(out), E4M3_VALUES)
     rest = (_layout(p, plan), element, made.how, made.values, np.float32(weight), made.buffer)
-    _spread(out.shape[0], plan.numel, span, lambda units: block_loops.reduce_rows(*args, units, *rest))
+    _spread(out.shape[0], plan.numel, span, lambda units: block_loops.encode_rows(*args, units, *rest))
+
+
+def _span(p: BlockParams, feedback: bool) -> int:
+    """At least a block, if its scale is to be found."""
+    slow = feedback or p.mode == STOCHASTIC or isinstance(p.element, StepsParams)
+    span = LONG_SPAN if slow else SPAN
+    return span if p.rule == FILLED else max(span, p.block)
 
 
 def _views(wire: Tensor) -> tuple[Array, Array, Array]:
@@ -121,7 +135,8 @@ class _Made:
             grid = tuple(np.float32(each) for each in scale)
             mask, back = np.int32((1 << element.bits) - 1), grid[3]
             half = np.int32(1 << (element.bits - 1) if element.low < 0 else 0)
-            kind = block_loops.GRID_STOCHASTIC if p.mode == STOCHASTIC else block_loops.GRID
+            kind = block_loops.GRID_NEAREST if p.mode == NEAREST else block_loops.GRID_DIRECTED
+            kind = block_loops.GRID_STOCHASTIC if p.mode == STOCHASTIC else kind
         else:
             kind, steps = _steps(element, p.mode)
         self.element = (kind, np.int32(p.mode), floats, specials, quick, grid, mask, steps)
@@ -156,8 +171,18 @@ def _steps(element: StepsParams, mode: int) -> tuple[int, tuple[Any, ...]]:
 def _values(element: Params, half: np.int32, back: np.float32) -> tuple[Any, ...]:
     if isinstance(element, GridParams):
         return block_loops.BY_GRID, half, back
-    by_float = isinstance(element, FloatParams) and element.bits > 8
-    return block_loops.BY_FLOAT if by_float else block_loops.BY_TABLE, half, back
+    if isinstance(element, FloatParams) and element.bits > 8:
+        return block_loops.BY_FLOAT, half, back
+    if (
+        isinstance(element, FloatParams)
+        and element.bits == 8
+        and element.subnormals
+        and element.negative_zero
+    ):
+        exponent = element.min_exponent - 127 - element.man
+        if exponent >= -126:
+            return block_loops.BY_BYTE, half, np.float32(2.0**exponent)
+    return block_loops.BY_TABLE, half, back
 
 
 def _table(element: Params) -> Array:
@@ -191,12 +216,12 @@ def _spread(rows: int, numel: int, span: int, work: Callable[[tuple[int, int, in
 def magnitudes(x: Tensor, block: int) -> Tensor:
     """The largest magnitude of each block, as an int32 pattern [rows, blocks]; NaN is the largest of all."""
     rows, numel = x.shape
-    width = min(block, SPAN)  # a longer block goes in pieces
+    width = min(block, LONG_SPAN)  # a longer block goes in pieces
     source, found = x.numpy(), np.zeros((rows, -(-numel // width)), np.int32)
-    _spread(rows, numel, SPAN, lambda units: scale_loops.magnitudes(source, width, units, found))
+    _spread(rows, numel, LONG_SPAN, lambda units: scale_loops.magnitudes(source, width, units, found))
     pieces = torch.from_numpy(found)
     each = -(-block // width)
-    return pad(pieces, (0, -pieces.shape[1] % each)).view(rows, -1, each).amax(-1)
+    return pad(pieces, (0, -pieces.shape[1] % each)).view(rows, -(-numel // block), each).amax(-1)
 
 
 # One bit
@@ -210,7 +235,7 @@ def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, resid
     held = wire.numpy()
     args = (x.numpy(), NONE if residual is None else residual.numpy(), held, held.view(np.int32))
     rest = (_signs(plan), threshold == "sign")
-    span = max(SPAN, plan.block)
+    span = max(LONG_SPAN, plan.block)
     _spread(x.shape[0], plan.numel, span, lambda units: onebit_loops.encode_rows(*args, units, *rest))
 
 
@@ -219,7 +244,7 @@ def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, a
     held = wire.numpy()
     args = (out.numpy(), held, held.view(np.int32))
     rest = (_signs(plan), np.float32(weight), add)
-    span = max(SPAN, plan.block)
+    span = max(LONG_SPAN, plan.block)
     _spread(out.shape[0], plan.numel, span, lambda units: onebit_loops.decode_rows(*args, units, *rest))
 
 

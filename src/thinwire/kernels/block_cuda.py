@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.kernels import block_programs, block_reference, onebit_reference
+from thinwire.kernels import block_programs, block_reference, onebit_reference, soundness
 from thinwire.kernels.block_programs import FLOAT, GRID, STEPS
 from thinwire.kernels.cuda import _tables
 from thinwire.kernels.onebit_reference import SignPlan
@@ -39,6 +39,17 @@ def encode(
     p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
 ) -> None:
     """Rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
+    if p.mode == STOCHASTIC:
+        x = x.float()  # words for elements of 16 bits come in an order that Triton 3.6 does not get right
+    if soundness.holds(p, residual is not None, wire.device):
+        _encode(p, x, wire, plan, key, residual)
+    else:
+        block_reference.encode(p, x, wire, plan, key, residual)
+
+
+def _encode(
+    p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
+) -> None:
     rule = p.rule
     if _needs_scales(p):
         _fill(p, x.float() if residual is None else x + residual, wire, plan)
@@ -65,18 +76,25 @@ def reduce(
     p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
 ) -> None:
     """Wires [K, rows, nbytes] into the wires of their weighted sums."""
-    count, rows, nbytes = wires.shape
-    if _needs_scales(p):
-        total = torch.zeros((rows, plan.numel), device=out.device)
-        for wire in wires:
-            decode(p, wire, total, plan, weight, add=True)
-        encode(p, total, out, plan, key, None)
+    if not _needs_scales(p) and soundness.reduction_holds(p, len(wires), out.device):
+        _reduce(p, wires, out, plan, weight, key)
         return
-    codec, layout = _constants(p, p.rule, 1)
+    total = torch.zeros((wires.shape[1], plan.numel), device=out.device)
+    for wire in wires:
+        decode(p, wire, total, plan, weight, add=True)
+    encode(p, total, out, plan, key, None)
+
+
+def _reduce(
+    p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
+) -> None:
+    count, rows, nbytes = wires.shape
+    codec, layout = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
     tensors = (*_base(wires), *_base(out), *_lookup(p.element, out))
     strides = (rows * nbytes // 4, nbytes // 4)
     numbers = (*strides, count, rows, *_places(plan), p.limit, weight, *_key(key))
-    shape = {"COUNT": count if count <= UNROLLED else 0, "C": codec, "L": layout}
+    unrolled = count <= UNROLLED and not isinstance(p.element, StepsParams)  # tables take registers
+    shape = {"COUNT": count if unrolled else 0, "C": codec, "L": layout}
     _launch(block_programs.reduce_kernel, out, plan.numel, (*tensors, *numbers), shape)
 
 
@@ -98,9 +116,14 @@ def magnitudes(x: Tensor, block: int) -> Tensor:
 
 def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None) -> None:
     """Rows into wires of one bit to an element; see `onebit_reference.encode`."""
-    if threshold == "mean" or plan.block > LARGEST_TILE:  # neither fits into one pass over a tile
+    fits = threshold != "mean" and plan.block <= LARGEST_TILE  # else not in one pass over a tile
+    if fits and soundness.signs_hold(plan.block, threshold, residual is not None, wire.device):
+        _onebit_encode(x, wire, plan, residual)
+    else:
         onebit_reference.encode(x, wire, plan, threshold, residual)
-        return
+
+
+def _onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, residual: Tensor | None) -> None:
     tensors = (x, x if residual is None else residual, *_base(wire))
     step, *strides = _strides(x, wire)
     numbers = (*strides, *_sign_places(plan))

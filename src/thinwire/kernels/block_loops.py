@@ -4,8 +4,8 @@ A row is worked through in spans that fit into the first-level cache: find the s
 the loops of `loops.py`, pack. Every step streams through a buffer, so each loop stays simple enough to be
 vectorised, and memory is read and written once.
 
-`layout` is (numel, block, rule, store, limit, scales_at, extra_at, bits, tag), `element` what
-`block_cpu._element` makes of a format.
+`layout` is (numel, block, rule, store, limit, scales_at, extra_at, bits, tag); `element`, `how` and
+`values` are what `block_cpu` makes of a format.
 """
 
 from typing import Any
@@ -38,18 +38,18 @@ from thinwire.kernels.loops import (
 from thinwire.kernels.pack_loops import jit, pack, unpack
 from thinwire.kernels.params import (
     BFLOAT16,
-    E4M3,
     FILLED,
     FLOAT32,
     GROUP,
     MINMAX,
 )
-from thinwire.kernels.scale_loops import find_scales, read_scales, write_scales
+from thinwire.kernels.scale_loops import QUIET, find_scales, read_scales, write_scales
 
-FLOAT_SCALED, FLOAT_NEAREST, FLOAT_DIRECTED, FLOAT_STOCHASTIC, GRID, GRID_STOCHASTIC = range(6)
-STEPS_PACKED, STEPS_LOOKUP, STEPS_SEARCH, STEPS_STOCHASTIC = range(6, 10)
+FLOAT_SCALED, FLOAT_NEAREST, FLOAT_DIRECTED, FLOAT_STOCHASTIC = range(4)
+GRID_NEAREST, GRID_DIRECTED, GRID_STOCHASTIC = range(4, 7)
+STEPS_PACKED, STEPS_LOOKUP, STEPS_SEARCH, STEPS_STOCHASTIC = range(7, 11)
 VECTOR = ir.VectorType(ir.FloatType(), 16)
-BY_GRID, BY_TABLE, BY_FLOAT = range(3)
+BY_GRID, BY_TABLE, BY_BYTE, BY_FLOAT = range(4)
 TINY, HUGE = F(2.0**-64), F(2.0**64)
 
 
@@ -121,42 +121,6 @@ def _divide(u: Any, scales: Any, bases: Any, width: Any, affine: Any, y: Any) ->
 
 
 @jit
-def _round(y: Any, codes: Any, call: Any, element: Any) -> None:
-    """Codes of a span of scaled elements; `call` is the number of its first call of the generator."""
-    kind, mode, pf, specials, quick, pg, mask, steps, key, given = element
-    if kind == FLOAT_SCALED:
-        _float_scaled(y.view(np.int32), codes, pf, mask)
-    elif kind == FLOAT_NEAREST:
-        float_codes_nearest(y.view(np.int32), codes, pf, specials)
-    elif kind == FLOAT_DIRECTED:
-        float_codes_directed(y.view(np.int32), codes, pf, mode)
-    elif kind == FLOAT_STOCHASTIC:
-        k = (key[0], key[1], key[2], key[3], call)
-        float_codes_stochastic(y.view(np.int32), given, k, codes, pf, specials, quick)
-    elif kind == GRID:
-        if mode == I0:
-            _grid_nearest(y, codes, pg, mask)
-        else:
-            grid_codes(y, codes, pg, mask, mode)
-    elif kind == GRID_STOCHASTIC:
-        grid_codes_stochastic(y, given, (key[0], key[1], key[2], key[3], call), codes, pg, mask)
-    else:
-        cells, shift, firsts, starts, table, s0, s1, s2, s3, gaps, pairs = steps
-        bits = y.view(np.uint32)
-        if kind == STEPS_PACKED:
-            whole = y.size // 4 * 4
-            steps_codes_packed(bits[:whole], cells, s0, s1, s2, s3, codes[:whole].view(np.uint32))
-            steps_lookup(bits[whole:], cells, shift, table, codes[whole:])
-        elif kind == STEPS_LOOKUP:
-            steps_lookup(bits, cells, shift, table, codes)
-        elif kind == STEPS_SEARCH:
-            steps_search(bits, firsts, starts, table, codes)
-        else:
-            k = (key[0], key[1], key[2], key[3], call)
-            steps_stochastic(bits, given, k, codes, cells, shift, firsts, starts, gaps, pairs)
-
-
-@jit
 def _float_scaled(bits: Any, codes: Any, p: Any, largest: Any) -> None:
     """Nearest for short formats; nothing here is NaN, and what is beyond the pattern `largest` saturates.
 
@@ -186,18 +150,35 @@ def _grid_nearest(y: Any, codes: Any, p: Any, mask: Any) -> None:
 
 
 @jit
-def _look_up(codes: Any, how: Any, values: Any, scratch: Any) -> None:
+def _look_up(codes: Any, size: Any, how: Any, table: Any, pf: Any, v: Any) -> None:
     """Unscaled values of a span's codes."""
     kind, half, back = how
-    table, pf = values
     if kind == BY_GRID:
-        for i in range(scratch.size):
-            scratch[i] = F(F(I(I(I(codes[i]) ^ half) - half)) * back)
+        for i in range(size):
+            v[i] = F(F(I(I(I(codes[i]) ^ half) - half)) * back)
     elif kind == BY_TABLE:
-        for i in range(scratch.size):
-            scratch[i] = table[codes[i]]
+        for i in range(size):
+            v[i] = table[codes[i]]
+    elif kind == BY_BYTE:
+        _float_bytes(codes, size, pf, back, v.view(np.int32))
     else:
-        float_values(codes[: scratch.size], scratch.view(np.int32), pf)
+        float_values(codes[:size], v.view(np.int32), pf)
+
+
+@jit
+def _float_bytes(codes: Any, size: Any, p: Any, unit: Any, bits: Any) -> None:
+    """Floats of eight bits with subnormals; `unit` is the smallest. What is no number is NaN, or infinite."""
+    up, first, top = I(I(23) - p[0]), I(I(1) << p[0]), I(p[3] - I(1))
+    lift, max_code, inf_code = I(I(p[1] - I(1)) << I(23)), p[2], p[12]
+    for i in range(size):
+        code = I(codes[i])
+        magnitude = I(code & top)
+        normal = I(I(magnitude << up) + lift)
+        found = _as_int(F(F(magnitude) * unit)) if magnitude < first else normal
+        found = QUIET if magnitude > max_code else found
+        found = INFINITY if magnitude == inf_code else found
+        sign = I(I(code & p[3]) << I(24)) if found != QUIET else I0
+        bits[i] = I(found | sign)
 
 
 @jit
@@ -229,91 +210,110 @@ def _multiply(
                 out[start + Q(i)] = F(v[start + Q(i)] * scale)
 
 
-@jit
-def _put_values(
-    codes: Any, start: Any, layout: Any, how: Any, values: Any, wires: Any, weight: Any, add: Any, first: Any,
-    out: Any, scratch: Any,
-) -> None:  # fmt: skip
-    """A span's codes, times their scales and `weight`, added to `first` or not, into `out`.
-
-    `scratch` is (values, scales, bases).
-    """
-    v, scales, bases = scratch
-    block, affine = layout[1], layout[2] == MINMAX
-    width = min(block, v.size) if block else v.size
-    _look_up(codes, how, values, v[: out.size])
-    read_scales(-(-out.size // width), start // block if block else 0, layout, wires, weight, scales, bases)
-    _multiply(v, scales, bases, width, affine, add, first, out)
-
-
 # Rows
 
 
 @jit
-def _encode_span(
-    u: Any, start: Any, call: Any, layout: Any, element: Any, wires: Any, codes: Any, scratch: Any
-) -> None:
-    numel, block, rule, _, _, _, _, bits, _ = layout
-    w8, w16, w32, _ = wires
-    y, scales, bases = scratch
-    width = min(block, y.size) if block else y.size
-    first, count = start // block if block else 0, -(-u.size // width)
-    if rule != FILLED:
-        find_scales(u, u.view(np.int32), width, layout, scales, bases)
-        write_scales(count, first, layout, scales, bases, w8, w16, w32)
-    read_scales(count, first, layout, wires, F(1), scales, bases)
-    _divide(u, scales, bases, width, rule == MINMAX, y)
-    _round(y[: u.size], codes[: u.size], call, element)
-    for b in range(count):
-        if scales[b] != scales[b]:
-            codes[b * width : min((b + 1) * width, u.size)] = 0
-    pack(codes, u.size, start, bits, numel, w8, w16)
-
-
-@jit
-def _finish_row(layout: Any, wires: Any, nbytes: Any) -> None:
+def _finish_row(layout: Any, w8: Any, w32: Any) -> None:
     """Padding of the scales, and the tag."""
     numel, block, rule, store, _, at, _, _, tag = layout
-    w8, _, w32, _ = wires
     width = 4 if store == FLOAT32 else (2 if store == BFLOAT16 else 1)
     if rule != FILLED:
         end = at + width * (-(-numel // block) if block else 1)
         w8[end : -(-end // 4) * 4] = 0
-    w32[nbytes // 4 - 1] = tag
+    w32[w32.size - 1] = tag
 
 
 @jit
 def encode_rows(
-    x: Any, residual: Any, w8: Any, w16: Any, w32: Any, e4m3: Any, units: Any, layout: Any, element: Any,
-    how: Any, values: Any, buffer: Any,
+    x: Any, residual: Any, i8: Any, i16: Any, i32: Any, w8: Any, w16: Any, w32: Any, e4m3: Any, units: Any,
+    layout: Any, element: Any, how: Any, values: Any, weight: Any, buffer: Any,
 ) -> None:  # fmt: skip
     """Spans `units[0]` to `units[1]` of all rows' spans, each of `units[2]` elements.
 
-    `buffer` is an empty array with the codes' dtype. An empty residual is none.
+    They come from x, plus the residual unless that is empty; or, if there are wires i[K, rows, nbytes], they
+    are the wires' weighted sum. `buffer` is an empty array with the codes' dtype. Everything is unpacked
+    here, once: a tuple of arrays that is handed on costs two counts of references for each of them.
     """
     first, last, span = units
-    numel = x.shape[1]
-    spans = -(-numel // span)
-    codes, held = np.empty(span + GROUP, buffer.dtype), np.empty(span, np.float32)
-    scratch = (np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32))
+    numel, block, rule, _, _, _, _, bits, _ = layout
+    kind, mode, pf, specials, quick, pg, mask, steps, key, given = element
+    cells, shift, firsts, starts, table, s0, s1, s2, s3, gaps, pairs = steps
+    decoded = values[0]
+    affine, feedback = rule == MINMAX, residual.size > 0
+    spans, width = -(-numel // span), min(block, span) if block else span
+    codes, narrow = np.empty(span + GROUP, buffer.dtype), np.empty(span + GROUP, np.uint8)
+    total, y, v = np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32)
+    scales, bases = np.empty(span, np.float32), np.empty(span, np.float32)
     for unit in range(first, last):
         row, start = unit // spans, unit % spans * span
-        stop = min(start + span, numel)
-        u = x[row, start:stop]
-        if residual.size:
-            r = residual[row, start:stop]
-            h = held[: stop - start]
-            for i in range(h.size):
-                h[i] = F(u[i] + r[i])
-            u = h
-        wires = (w8[row], w16[row], w32[row], e4m3)
-        call = Q(row) * Q(-(-numel // 512) * 128) + Q(start // 4)
-        _encode_span(u, start, call, layout, element, wires, codes, scratch)
-        if residual.size:
-            r = residual[row, start:stop]
-            _put_values(codes, start, layout, how, values, wires, F(-1), True, u, r, scratch)
-        if stop == numel:
-            _finish_row(layout, wires, w8.shape[1])
+        size = min(span, numel - start)
+        count, block_at = -(-size // width), start // block if block else 0
+        r8, r16, r32 = w8[row], w16[row], w32[row]
+        if i8.shape[0]:
+            u = total[:size]
+            for i in range(size):
+                u[i] = F(0)
+            for k in range(i8.shape[0]):
+                g8, g16, g32 = i8[k, row], i16[k, row], i32[k, row]
+                unpack(codes, narrow, size, start, bits, numel, g8, g16)
+                _look_up(codes, size, how, decoded, pf, v)
+                read_scales(count, block_at, layout, g8, g16, g32, e4m3, weight, scales, bases)
+                _multiply(v, scales, bases, width, affine, True, u, u)
+        elif feedback:
+            u = total[:size]
+            a, r = x[row, start : start + size], residual[row, start : start + size]
+            for i in range(size):
+                u[i] = F(a[i] + r[i])
+        else:
+            u = x[row, start : start + size]
+        if rule != FILLED:
+            find_scales(u, u.view(np.int32), width, layout, scales, bases)
+            write_scales(count, block_at, layout, scales, bases, r8, r16, r32)
+        read_scales(count, block_at, layout, r8, r16, r32, e4m3, F(1), scales, bases)
+        _divide(u, scales, bases, width, affine, y)
+        z, c = y[:size], codes[:size]
+        if kind == GRID_NEAREST:
+            _grid_nearest(z, c, pg, mask)
+        elif kind == FLOAT_SCALED:
+            _float_scaled(z.view(np.int32), c, pf, mask)
+        elif kind == STEPS_PACKED:
+            whole = size // 4 * 4
+            steps_codes_packed(z[:whole].view(np.uint32), cells, s0, s1, s2, s3, c[:whole].view(np.uint32))
+            steps_lookup(z[whole:].view(np.uint32), cells, shift, table, c[whole:])
+        elif kind == FLOAT_NEAREST:
+            float_codes_nearest(z.view(np.int32), c, pf, specials)
+        elif kind == FLOAT_DIRECTED:
+            float_codes_directed(z.view(np.int32), c, pf, mode)
+        elif kind == GRID_DIRECTED:
+            grid_codes(z, c, pg, mask, mode)
+        elif kind == STEPS_LOOKUP:
+            steps_lookup(z.view(np.uint32), cells, shift, table, c)
+        elif kind == STEPS_SEARCH:
+            steps_search(z.view(np.uint32), firsts, starts, table, c)
+        else:
+            call = Q(row) * Q(-(-numel // 512) * 128) + Q(start // 4)
+            stream = (key[0], key[1], key[2], key[3], call)
+            if kind == FLOAT_STOCHASTIC:
+                float_codes_stochastic(z.view(np.int32), given, stream, c, pf, specials, quick)
+            elif kind == GRID_STOCHASTIC:
+                grid_codes_stochastic(z, given, stream, c, pg, mask)
+            else:
+                steps_stochastic(
+                    z.view(np.uint32), given, stream, c, cells, shift, firsts, starts, gaps, pairs
+                )
+        for b in range(count):
+            if scales[b] != scales[b]:
+                codes[b * width : min((b + 1) * width, size)] = 0
+        pack(codes, narrow, size, start, bits, numel, r8, r16)
+        if feedback:
+            r = residual[row, start : start + size]
+            _look_up(codes, size, how, decoded, pf, v)
+            for b in range(count):
+                scales[b], bases[b] = F(-scales[b]), F(-bases[b])
+            _multiply(v, scales, bases, width, affine, True, u, r)
+        if start + size == numel:
+            _finish_row(layout, r8, r32)
 
 
 @jit
@@ -322,45 +322,18 @@ def decode_rows(
     weight: Any, add: Any, buffer: Any,
 ) -> None:  # fmt: skip
     first, last, span = units
-    numel = out.shape[1]
-    spans = -(-numel // span)
-    codes = np.empty(span + GROUP, buffer.dtype)
-    scratch = (np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32))
+    numel, block, rule, _, _, _, _, bits, _ = layout
+    table, pf = values
+    affine = rule == MINMAX
+    spans, width = -(-numel // span), min(block, span) if block else span
+    codes, narrow = np.empty(span + GROUP, buffer.dtype), np.empty(span + GROUP, np.uint8)
+    v, scales, bases = np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32)
     for unit in range(first, last):
         row, start = unit // spans, unit % spans * span
-        stop = min(start + span, numel)
-        wires = (w8[row], w16[row], w32[row], e4m3)
-        unpack(codes, stop - start, start, layout[7], numel, w8[row], w16[row])
-        o = out[row, start:stop]
-        _put_values(codes, start, layout, how, values, wires, weight, add, o, o, scratch)
-
-
-@jit
-def reduce_rows(
-    i8: Any, i16: Any, i32: Any, w8: Any, w16: Any, w32: Any, e4m3: Any, units: Any, layout: Any,
-    element: Any, how: Any, values: Any, weight: Any, buffer: Any,
-) -> None:  # fmt: skip
-    """Wires i[K, rows, nbytes] into w[rows, nbytes]."""
-    first, last, span = units
-    numel = layout[0]
-    spans = -(-numel // span)
-    codes, total = np.empty(span + GROUP, buffer.dtype), np.empty(span, np.float32)
-    scratch = (np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32))
-    for unit in range(first, last):
-        row, start = unit // spans, unit % spans * span
-        stop = min(start + span, numel)
-        u = total[: stop - start]
-        for i in range(u.size):
-            u[i] = F(0)
-        for k in range(i8.shape[0]):
-            given = (i8[k, row], i16[k, row], i32[k, row], e4m3)
-            unpack(codes, stop - start, start, layout[7], numel, i8[k, row], i16[k, row])
-            _put_values(codes, start, layout, how, values, given, weight, True, u, u, scratch)
-        wires = (w8[row], w16[row], w32[row], e4m3)
-        call = Q(row) * Q(-(-numel // 512) * 128) + Q(start // 4)
-        _encode_span(u, start, call, layout, element, wires, codes, scratch)
-        if stop == numel:
-            _finish_row(layout, wires, w8.shape[1])
-
-
-__all__ = ["E4M3", "decode_rows", "encode_rows", "reduce_rows"]
+        size = min(span, numel - start)
+        r8, r16, r32, o = w8[row], w16[row], w32[row], out[row, start : start + size]
+        unpack(codes, narrow, size, start, bits, numel, r8, r16)
+        _look_up(codes, size, how, table, pf, v)
+        at = start // block if block else 0
+        read_scales(-(-size // width), at, layout, r8, r16, r32, e4m3, weight, scales, bases)
+        _multiply(v, scales, bases, width, affine, add, o, o)

@@ -1,11 +1,12 @@
 """The GPU programs of block codecs, in Triton.
 
-A program takes TILE elements of a row, in whole blocks, as a tensor [COLUMNS, PARTS * SPLIT]: SPLIT runs
-of WIDTH neighbours are the rows of the packed layout, so that codes become bytes inside a thread, and
-a thread has more elements of the same block, so that fewer threads find the same scale. With random words
-there are four PARTS, one to each word of a generator's call. Whatever the order, `_by_block` is a
-view [blocks, block] of the same registers. Columns come first for the compiler's sake: of equals
-it lays threads along the first dimension, and gathers from tables must not choose another order.
+A program takes TILE elements of a row as a tensor [COLUMNS, PARTS * SPLIT]. A column has an element of
+each of SPLIT runs of WIDTH neighbours, which are rows of the packed layout, and belongs to one thread:
+there, codes become bytes without an exchange between threads, and a thread has many elements of the same
+block, so that few threads find the same scale. With random words there are four PARTS, one to each word
+of a generator's call. Whatever the order, `_by_block` is a view [blocks, block] of the same registers.
+Columns are the first dimension for the compiler's sake: of equals it lays threads along the first,
+and gathers from tables must not choose another order.
 
 Formats are compile-time constants here: the packing depends on their bits anyway. The compiler must not
 contract a product and a sum (enable_fp_fusion=False), and division is `div_rn`: the result is the
@@ -57,7 +58,6 @@ _GROUP = tl.constexpr(GROUP)
 _QUARTER = tl.constexpr(2 * GROUP)  # of the random words' block: neighbours that take the same word of a call
 _SCALE_NBYTES = tl.constexpr(SCALE_NBYTES)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to whole numbers, ties to even
-_MAGIC_BITS = tl.constexpr(0x4B000000)  # 2**23, whose last bits count ones
 _TINY, _HUGE = tl.constexpr(2.0**-64), tl.constexpr(2.0**64)
 
 
@@ -570,8 +570,8 @@ def _encode(
 
 @triton.jit
 def _decode(
-    wire, tables, numel, start, left, scales_at, extra_at, tag_at, tag, weight, C: tl.constexpr,
-    L: tl.constexpr, FULL: tl.constexpr,
+    wire, tables, numel, start, left, scales_at, extra_at, tag_at, tag, weight, C: tl.constexpr, L: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """The tile's weighted values; NaN if the wire has another tag."""
     STORE: tl.constexpr = C[4]
@@ -631,16 +631,19 @@ def _encode_tile(
     u = _load_floats(x + at, at < left, FULL)
     if RESIDUAL:
         u = u + _load(residual + at, at < left, FULL)
-    _encode(
-        u, residual, wire, tables, numel, start, left, scales_at, extra_at, limit, key, RESIDUAL, C, L, FULL
-    )
+    _encode(u, residual, wire, tables, numel, start, left, scales_at, extra_at, limit, key, RESIDUAL, C, L, FULL)
 
 
-@triton.jit(do_not_specialize=["x_stride", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag", "limit", "k0", "k1", "k2", "k3"])
+@triton.jit(
+    do_not_specialize=[
+        "x_stride", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag",
+        "limit", "k0", "k1", "k2", "k3",
+    ]
+)  # fmt: skip
 def encode_kernel(
-    x, residual, wire, wire_at, index, starts, table, pairs, values, x_stride, wire_stride, rows, numel, scales_at, extra_at,
-    tag_at, tag, limit, k0, k1, k2, k3, STEP: tl.constexpr, RESIDUAL: tl.constexpr,
-    C: tl.constexpr, L: tl.constexpr,
+    x, residual, wire, wire_at, index, starts, table, pairs, values, x_stride, wire_stride, rows, numel, scales_at,
+    extra_at, tag_at, tag, limit, k0, k1, k2, k3, STEP: tl.constexpr, RESIDUAL: tl.constexpr, C: tl.constexpr,
+    L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
     tables = (index, starts, table, pairs, values)
@@ -671,7 +674,12 @@ def _decode_tile(
     _store(out + at, values, at < left, FULL)
 
 
-@triton.jit(do_not_specialize=["out_stride", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag", "weight"])
+@triton.jit(
+    do_not_specialize=[
+        "out_stride", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag",
+        "weight",
+    ]
+)  # fmt: skip
 def decode_kernel(
     wire, wire_at, out, values, out_stride, wire_stride, rows, numel, scales_at, extra_at, tag_at, tag, weight,
     STEP: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
@@ -709,10 +717,15 @@ def _reduce_tile(
     _encode(u, wire, wire, tables, numel, start, left, scales_at, extra_at, limit, key, False, C, L, FULL)
 
 
-@triton.jit(do_not_specialize=["wires_at", "wires_stride", "count", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at", "tag_at", "tag", "limit", "weight", "k0", "k1", "k2", "k3"])
+@triton.jit(
+    do_not_specialize=[
+        "wires_at", "wires_stride", "count", "wire_at", "wire_stride", "rows", "numel", "scales_at", "extra_at",
+        "tag_at", "tag", "limit", "weight", "k0", "k1", "k2", "k3",
+    ]
+)  # fmt: skip
 def reduce_kernel(
-    wires, wires_at, wire, wire_at, index, starts, table, pairs, values, wires_stride, wire_stride, count, rows, numel, scales_at,
-    extra_at, tag_at, tag, limit, weight, k0, k1, k2, k3, COUNT: tl.constexpr, C: tl.constexpr,
+    wires, wires_at, wire, wire_at, index, starts, table, pairs, values, wires_stride, wire_stride, count, rows, numel,
+    scales_at, extra_at, tag_at, tag, limit, weight, k0, k1, k2, k3, COUNT: tl.constexpr, C: tl.constexpr,
     L: tl.constexpr,
 ):  # fmt: skip
     """The wires' sum stays in registers. COUNT 0: their number is `count`, and the loop is not unrolled."""
@@ -731,7 +744,6 @@ def reduce_kernel(
             _reduce_tile(wires, wire, tables, wires_stride, count, numel, start, left, scales_at, extra_at, tag_at, tag, limit, weight, key, COUNT, C, L, False)
         if left <= TILE:
             _finish(wire, numel, scales_at, tag_at, tag, C)
-
 
 
 # Largest magnitudes
@@ -830,7 +842,11 @@ def _onebit_encode_tile(
         _store(residual + at, u - tl.where(bits != 0, _spread(high, L), _spread(low, L)), at < left, FULL)
 
 
-@triton.jit(do_not_specialize=["x_stride", "wire_at", "wire_stride", "rows", "numel", "low_at", "high_at", "tag_at", "tag"])
+@triton.jit(
+    do_not_specialize=[
+        "x_stride", "wire_at", "wire_stride", "rows", "numel", "low_at", "high_at", "tag_at", "tag",
+    ]
+)  # fmt: skip
 def onebit_encode_kernel(
     x, residual, wire, wire_at, x_stride, wire_stride, rows, numel, low_at, high_at, tag_at, tag, STEP: tl.constexpr,
     SCALED: tl.constexpr, RESIDUAL: tl.constexpr, L: tl.constexpr,
@@ -871,7 +887,11 @@ def _onebit_decode_tile(
     _store(out + at, values, at < left, FULL)
 
 
-@triton.jit(do_not_specialize=["out_stride", "wire_at", "wire_stride", "rows", "numel", "low_at", "high_at", "tag_at", "tag", "weight"])
+@triton.jit(
+    do_not_specialize=[
+        "out_stride", "wire_at", "wire_stride", "rows", "numel", "low_at", "high_at", "tag_at", "tag", "weight",
+    ]
+)  # fmt: skip
 def onebit_decode_kernel(
     wire, wire_at, out, out_stride, wire_stride, rows, numel, low_at, high_at, tag_at, tag, weight,
     STEP: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.loops import INFINITY, F, I, Q, _as_float, _as_int
+from thinwire.kernels.loops import I0, INFINITY, F, I, Q, _as_float, _as_int
 from thinwire.kernels.pack_loops import jit, pack_part, unpack_part
 from thinwire.kernels.params import GROUP
 from thinwire.kernels.scale_loops import NAN, QUIET, exp2, largest
@@ -26,7 +26,16 @@ def _levels(u: Any, bits: Any, width: Any, signed: Any, lows: Any, highs: Any) -
         first = I(I(SUM_BITS - exponent) >> I(1))
         one, other = exp2(first), exp2(I(I(SUM_BITS - exponent) - first))
         total, size_total, ones = np.int64(0), np.int64(0), np.int64(0)
-        if magnitude < INFINITY:
+        if magnitude < INFINITY and size <= 64:  # the sums fit into 32 bits
+            signed_sum, sizes, count = I0, I0, I0
+            for i in range(size):
+                v = u[start + Q(i)]
+                whole = I(np.rint(F(F(v * one) * other)))
+                signed_sum = I(signed_sum + whole)
+                sizes = I(sizes + I(abs(whole)))
+                count = I(count + I(v >= F(0)))
+            total, size_total, ones = np.int64(signed_sum), np.int64(sizes), np.int64(count)
+        elif magnitude < INFINITY:
             for i in range(size):
                 v = u[start + Q(i)]
                 whole = I(np.rint(F(F(v * one) * other)))

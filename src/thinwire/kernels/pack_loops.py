@@ -27,8 +27,11 @@ def copy(source: Any, at: Any, target: Any, to: Any, size: Any) -> None:
 
 
 @jit
-def pack(codes: Any, size: Any, start: Any, bits: Any, numel: Any, w8: Any, w16: Any) -> None:
-    """A span's codes, with zeros up to a whole group, into the row's code sections."""
+def pack(codes: Any, narrow: Any, size: Any, start: Any, bits: Any, numel: Any, w8: Any, w16: Any) -> None:
+    """A span's codes, with zeros up to a whole group, into the row's code sections.
+
+    `narrow` is room for the upper bytes of codes between one and two bytes.
+    """
     at, shift = 0, 0
     if bits >= 16:
         copy(codes, 0, w16, start, size)
@@ -36,7 +39,6 @@ def pack(codes: Any, size: Any, start: Any, bits: Any, numel: Any, w8: Any, w16:
             w16[numel : (numel + 1) // 2 * 2] = 0
         return
     groups = -(-size // GROUP)
-    narrow = np.empty(groups * GROUP if bits > 8 else 0, np.uint8)
     if bits >= 8:
         for i in range(size):
             w8[Q(start) + Q(i)] = U(codes[i]) & U(255)
@@ -46,7 +48,7 @@ def pack(codes: Any, size: Any, start: Any, bits: Any, numel: Any, w8: Any, w16:
             return
         for i in range(size):
             narrow[i] = U(codes[i]) >> U(8)
-        narrow[size:] = 0
+        narrow[size : groups * GROUP] = 0
         at = (numel + 3) // 4 * 4
     else:
         codes[size : groups * GROUP] = 0
@@ -88,7 +90,7 @@ def pack_part(codes: Any, shift: Any, part: Any, out: Any) -> None:
 
 
 @jit
-def unpack(codes: Any, size: Any, start: Any, bits: Any, numel: Any, w8: Any, w16: Any) -> None:
+def unpack(codes: Any, narrow: Any, size: Any, start: Any, bits: Any, numel: Any, w8: Any, w16: Any) -> None:
     """A span's codes from its row; `codes` has room for whole groups."""
     at, shift = 0, 0
     if bits >= 16:
@@ -98,7 +100,6 @@ def unpack(codes: Any, size: Any, start: Any, bits: Any, numel: Any, w8: Any, w1
         copy(w8, start, codes, 0, size)
         return
     groups = -(-size // GROUP)
-    narrow = np.empty(groups * GROUP if bits > 8 else 0, np.uint8)
     at = (numel + 3) // 4 * 4 if bits > 8 else 0
     for part in (4, 2, 1):
         if bits & part:

@@ -137,11 +137,11 @@ def write_scales(
 
 @jit
 def read_scales(
-    count: Any, first: Any, layout: Any, wires: Any, weight: Any, scales: Any, bases: Any
-) -> None:
+    count: Any, first: Any, layout: Any, w8: Any, w16: Any, w32: Any, e4m3: Any, weight: Any, scales: Any,
+    bases: Any,
+) -> None:  # fmt: skip
     """Scales (and bases) of a span's blocks, times `weight`."""
     rule, store, at, extra = layout[2], layout[3], layout[5], layout[6]
-    w8, w16, w32, e4m3 = wires
     for b in range(count if store == FLOAT32 else 0):
         scales[b] = F(_as_float(w32[Q((at >> 2) + first + b)]) * weight)
     for b in range(count if store == BFLOAT16 else 0):
