@@ -42,7 +42,8 @@ def test_public_names_are_pinned():
     ]  # fmt: skip
     assert sorted(codecs.__all__) == [
         "Block", "CODECS", "Cast", "Codec", "DctTopK", "MSTopK", "MaxMin", "OneBit", "OneBitColumn",
-        "RandomK", "Section", "Threshold", "TopK", "accuracy", "describe", "elias", "footprint", "get", "picture",
+        "RandomK", "Section", "Threshold", "TopK", "accuracy", "describe", "elias", "footprint", "get",
+        "picture",
     ]  # fmt: skip
     assert sorted(zoo.__all__) == ["Entry", "MODELS", "get", "shapes"]
     for module in (thinwire, formats, codecs, zoo):
@@ -109,7 +110,7 @@ def test_results_say_where_they_come_from(path):
     if path.stem.startswith("formats"):
         assert {row["format"] for row in record["rows"]} <= set(FORMATS)
     else:
-        assert {row["spec"] for row in record["rows"]} >= set(CODECS)
+        assert {row["codec"] for row in record["rows"]} >= set(CODECS)
 
 
 def modules_with_examples():

@@ -142,10 +142,7 @@ def test_codecs_that_claim_no_bias_have_none(codec):
 
 
 SUBTLE = [*UNBIASED, *map(codecs.get, [*MORE, "posit8_1_underflow/64~sr"])]
-UNFIXED = pytest.mark.xfail(
-    strict=True, reason="posits never become zero, yet claim no bias; remove when fixed"
-)
-SUBTLE.append(pytest.param(codecs.get("posit8_1/64~sr"), marks=UNFIXED))
+SUBTLE.append(codecs.get("posit8_1/64~sr"))
 
 
 @pytest.mark.parametrize("codec", SUBTLE, ids=lambda codec: codec.spec)

@@ -94,7 +94,8 @@ class Block(Codec):
     @property
     def nonfinite(self) -> str:
         where = "its block" if self.block and self.scaling.store != "e4m3" else "the vector"
-        return f"A NaN or an infinity makes all of {where} NaN."
+        beyond = ", as finite ones beyond 1.7e38 may" if self.scaling.choose in ("pow2", "floor") else ""
+        return f"A NaN or an infinity makes all of {where} NaN{beyond}."
 
     @property
     def keeps_zeros(self) -> bool:
@@ -107,7 +108,9 @@ class Block(Codec):
     @property
     def unbiased(self) -> bool:
         whole = self.scaling.choose in ("absmax", "pow2", "l2") and self.scaling.store != "e4m3"
-        return self.needs_rng and whole and self._format.min == -self._format.max
+        both = self._format.min == -self._format.max
+        shrinks = not isinstance(self.format, Posit) or self.format.underflow  # small ones may become zero
+        return self.needs_rng and whole and both and shrinks
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block) if self.block else min(numel, 1)

@@ -41,7 +41,7 @@ class MaxMin(Codec):
 
     @property
     def nonfinite(self) -> str:
-        return "A NaN or an infinity makes all of its block NaN."
+        return "A NaN, an infinity or a range beyond 3.4e38 makes all of its block NaN."
 
     @property
     def keeps_zeros(self) -> bool:

@@ -26,7 +26,7 @@ from thinwire.codecs.maxmin import MaxMin
 from thinwire.codecs.onebit import OneBit, OneBitColumn
 from thinwire.codecs.sparse import MSTopK, RandomK, Threshold, TopK
 from thinwire.errors import CodecError, FormatError, UnknownCodecError
-from thinwire.formats import FORMATS, PATTERNS, Format, Table, exponential
+from thinwire.formats import FORMATS, PATTERNS, Float, Format, Table, exponential
 from thinwire.formats import get as get_format
 from thinwire.rounding import Rounding
 from thinwire.scaling import Scaling
@@ -169,7 +169,7 @@ def block_spec(codec: Block) -> str:
     """The canonical spec of a block codec that is no recipe."""
     format = codec.format
     assert isinstance(format, Format)
-    short = next((alias for alias, name in ALIASES.items() if FORMATS[name] == format), format.name)
+    short = _short(format)
     scaling, options = codec.scaling, ""
     default = "absmax" if format.takes_scale or codec.block else "fixed"
     if scaling.choose in ("percentile", "rms", "cells", "fixed"):
@@ -185,6 +185,10 @@ def block_spec(codec: Block) -> str:
     if codec.rounding != Rounding.NEAREST:
         options += "~sr" if codec.needs_rng else f"~{codec.rounding}"
     return f"{short}{f'/{codec.block}' if codec.block else ''}{options}"
+
+
+def _short(format: Format) -> str:
+    return next((alias for alias, name in ALIASES.items() if FORMATS[name] == format), format.name)
 
 
 def _shortest(value: float) -> str:
@@ -271,12 +275,11 @@ def _cntk(parts: Parts, bits: int) -> Block:
 
 def _aps(parts: Parts) -> Block:
     parts.no_options()
-    name = ALIASES.get(parts.argument, parts.argument) if parts.argument != "e5m2" else "e5m2"
-    found = get_format(name)
-    if not re.fullmatch(r"e\dm\d+", found.name) and "float" not in found.name:
-        raise parts.refuse(f"APS scales floats, such as aps/e5m2 or aps/e4m3; not '{parts.argument}'")
+    found = get_format(ALIASES.get(parts.argument, parts.argument)) if parts.argument else None
+    if not isinstance(found, Float):
+        raise parts.refuse("APS scales floats: write aps/e5m2, aps/e4m3, aps/e3m0, ...")
     scaling = Scaling("pow2", store="e8m0", shared=True, margin="world")
-    return Block(found, None, scaling=scaling, label=f"aps/{parts.argument}")
+    return Block(found, None, scaling=scaling, label=f"aps/{_short(found)}")
 
 
 def _fp8lm(parts: Parts) -> Block:

@@ -41,7 +41,7 @@ def encode(
     """Rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
     if p.mode == STOCHASTIC:
         x = x.float()  # words for elements of 16 bits come in an order that Triton 3.6 does not get right
-    if soundness.holds(p, residual is not None, wire.device):
+    if soundness.holds(p, x, residual):
         _encode(p, x, wire, plan, key, residual)
     else:
         block_reference.encode(p, x, wire, plan, key, residual)
@@ -117,7 +117,7 @@ def magnitudes(x: Tensor, block: int) -> Tensor:
 def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None) -> None:
     """Rows into wires of one bit to an element; see `onebit_reference.encode`."""
     fits = threshold != "mean" and plan.block <= LARGEST_TILE  # else not in one pass over a tile
-    if fits and soundness.signs_hold(plan.block, threshold, residual is not None, wire.device):
+    if fits and soundness.signs_hold(plan.block, threshold, x, residual):
         _onebit_encode(x, wire, plan, residual)
     else:
         onebit_reference.encode(x, wire, plan, threshold, residual)
