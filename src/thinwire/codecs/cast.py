@@ -9,6 +9,7 @@ from thinwire.codecs.base import Codec, Section, section
 from thinwire.errors import CodecError
 from thinwire.rounding import Stream
 
+PIECE = 1 << 16  # elements that are converted at a time
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -61,7 +62,11 @@ class Cast(Codec):
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
         values = self._values(wire)[:, : out.shape[1]]
-        if add:
+        if add and values.device.type == "cpu" and values.dtype != out.dtype:
+            for start in range(0, out.shape[1], PIECE):  # torch would convert all of it first
+                part = slice(start, start + PIECE)
+                out[:, part].add_(values[:, part].float(), alpha=weight)
+        elif add:
             out.add_(values, alpha=weight)
         elif weight == 1:
             out.copy_(values)

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from thinwire.kernels import (
     block_loops,
     block_reference,
+    byte_loops,
     cpu,
     onebit_loops,
     onebit_reference,
@@ -126,17 +127,17 @@ class _Made:
         steps: tuple[Any, ...] = (u32, np.uint32(0), u32, u32, none, u32, u32, u32, u32, f32, none)
         if isinstance(element, FloatParams):
             floats, specials, quick = element.scalars, element.specials, element.is_quick(p.mode)
-            kind = block_loops.FLOAT_NEAREST if p.mode == NEAREST and quick else block_loops.FLOAT_DIRECTED
-            kind = block_loops.FLOAT_STOCHASTIC if p.mode == STOCHASTIC else kind
+            kind = byte_loops.FLOAT_NEAREST if p.mode == NEAREST and quick else byte_loops.FLOAT_DIRECTED
+            kind = byte_loops.FLOAT_STOCHASTIC if p.mode == STOCHASTIC else kind
             if p.mode == NEAREST and _is_short(element):
-                kind, mask = block_loops.FLOAT_SCALED, _largest_pattern(element)
+                kind, mask = byte_loops.FLOAT_SCALED, _largest_pattern(element)
         elif isinstance(element, GridParams):
             scale = (2.0**element.frac_bits, element.low, element.high, 2.0**-element.frac_bits)
             grid = tuple(np.float32(each) for each in scale)
             mask, back = np.int32((1 << element.bits) - 1), grid[3]
             half = np.int32(1 << (element.bits - 1) if element.low < 0 else 0)
-            kind = block_loops.GRID_NEAREST if p.mode == NEAREST else block_loops.GRID_DIRECTED
-            kind = block_loops.GRID_STOCHASTIC if p.mode == STOCHASTIC else kind
+            kind = byte_loops.GRID_NEAREST if p.mode == NEAREST else byte_loops.GRID_DIRECTED
+            kind = byte_loops.GRID_STOCHASTIC if p.mode == STOCHASTIC else kind
         else:
             kind, steps = _steps(element, p.mode)
         self.element = (kind, np.int32(p.mode), floats, specials, quick, grid, mask, steps)
@@ -161,18 +162,18 @@ def _steps(element: StepsParams, mode: int) -> tuple[int, tuple[Any, ...]]:
     cells, shift, firsts, starts = plan.index
     steps = (cells, shift, firsts, starts, plan.codes, *plan.packed, plan.gaps, plan.code_pairs)
     if mode == STOCHASTIC:
-        return block_loops.STEPS_STOCHASTIC, steps
+        return byte_loops.STEPS_STOCHASTIC, steps
     if not cells.size:
-        return block_loops.STEPS_SEARCH, steps
+        return byte_loops.STEPS_SEARCH, steps
     packed = element.bits <= 8 and shift == CELL_BITS
-    return block_loops.STEPS_PACKED if packed else block_loops.STEPS_LOOKUP, steps
+    return byte_loops.STEPS_PACKED if packed else byte_loops.STEPS_LOOKUP, steps
 
 
 def _values(element: Params, half: np.int32, back: np.float32) -> tuple[Any, ...]:
     if isinstance(element, GridParams):
-        return block_loops.BY_GRID, half, back
+        return byte_loops.BY_GRID, half, back
     if isinstance(element, FloatParams) and element.bits > 8:
-        return block_loops.BY_FLOAT, half, back
+        return byte_loops.BY_FLOAT, half, back
     if (
         isinstance(element, FloatParams)
         and element.bits == 8
@@ -181,8 +182,8 @@ def _values(element: Params, half: np.int32, back: np.float32) -> tuple[Any, ...
     ):
         exponent = element.min_exponent - 127 - element.man
         if exponent >= -126:
-            return block_loops.BY_BYTE, half, np.float32(2.0**exponent)
-    return block_loops.BY_TABLE, half, back
+            return byte_loops.BY_BYTE, half, np.float32(2.0**exponent)
+    return byte_loops.BY_TABLE, half, back
 
 
 def _table(element: Params) -> Array:

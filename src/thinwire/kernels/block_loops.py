@@ -15,15 +15,33 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from thinwire.kernels.byte_loops import (
+    BY_BYTE,
+    BY_FLOAT,
+    BY_GRID,
+    BY_TABLE,
+    FLOAT_DIRECTED,
+    FLOAT_NEAREST,
+    FLOAT_SCALED,
+    FLOAT_STOCHASTIC,
+    GRID_DIRECTED,
+    GRID_NEAREST,
+    GRID_STOCHASTIC,
+    HUGE,
+    STEPS_LOOKUP,
+    STEPS_PACKED,
+    STEPS_SEARCH,
+    TINY,
+    are_plain,
+    decode_bytes,
+    encode_bytes,
+    float_bytes,
+    float_scaled,
+)
 from thinwire.kernels.loops import (
-    I0,
-    INFINITY,
-    MAGNITUDE,
     F,
     I,
     Q,
-    _as_float,
-    _as_int,
     float_codes_directed,
     float_codes_nearest,
     float_codes_stochastic,
@@ -43,14 +61,9 @@ from thinwire.kernels.params import (
     GROUP,
     MINMAX,
 )
-from thinwire.kernels.scale_loops import QUIET, find_scales, read_scales, write_scales
+from thinwire.kernels.scale_loops import find_scales, read_scales, write_scales
 
-FLOAT_SCALED, FLOAT_NEAREST, FLOAT_DIRECTED, FLOAT_STOCHASTIC = range(4)
-GRID_NEAREST, GRID_DIRECTED, GRID_STOCHASTIC = range(4, 7)
-STEPS_PACKED, STEPS_LOOKUP, STEPS_SEARCH, STEPS_STOCHASTIC = range(7, 11)
 VECTOR = ir.VectorType(ir.FloatType(), 16)
-BY_GRID, BY_TABLE, BY_BYTE, BY_FLOAT = range(4)
-TINY, HUGE = F(2.0**-64), F(2.0**64)
 
 
 # Scaling
@@ -121,24 +134,6 @@ def _divide(u: Any, scales: Any, bases: Any, width: Any, affine: Any, y: Any) ->
 
 
 @jit
-def _float_scaled(bits: Any, codes: Any, p: Any, largest: Any) -> None:
-    """Nearest for short formats; nothing here is NaN, and what is beyond the pattern `largest` saturates.
-
-    Adding the power of two whose last place is the element's last kept bit rounds it, normal or not; the
-    difference of the patterns is then the significand in units of that bit.
-    """
-    low, sign = I(p[1] << I(23)), p[3]
-    drop = I(I(23) - p[0])
-    above = I(drop << I(23))
-    for i in range(bits.size):
-        size = I(min(I(bits[i] & MAGNITUDE), largest))
-        binade = I(max(I(size & INFINITY), low))
-        unit = I(binade + above)
-        kept = I(_as_int(F(_as_float(size) + _as_float(unit))) - unit)
-        codes[i] = I(I(kept + I(I(binade - low) >> drop)) | I(I(bits[i] >> I(31)) & sign))
-
-
-@jit
 def _grid_nearest(y: Any, codes: Any, p: Any, mask: Any) -> None:
     """Nearest for numbers that are finite, or infinite: nothing here is NaN."""
     scale, low, high, _ = p
@@ -160,25 +155,9 @@ def _look_up(codes: Any, size: Any, how: Any, table: Any, pf: Any, v: Any) -> No
         for i in range(size):
             v[i] = table[codes[i]]
     elif kind == BY_BYTE:
-        _float_bytes(codes, size, pf, back, v.view(np.int32))
+        float_bytes(codes, size, pf, back, v.view(np.int32))
     else:
         float_values(codes[:size], v.view(np.int32), pf)
-
-
-@jit
-def _float_bytes(codes: Any, size: Any, p: Any, unit: Any, bits: Any) -> None:
-    """Floats of eight bits with subnormals; `unit` is the smallest. What is no number is NaN, or infinite."""
-    up, first, top = I(I(23) - p[0]), I(I(1) << p[0]), I(p[3] - I(1))
-    lift, max_code, inf_code = I(I(p[1] - I(1)) << I(23)), p[2], p[12]
-    for i in range(size):
-        code = I(codes[i])
-        magnitude = I(code & top)
-        normal = I(I(magnitude << up) + lift)
-        found = _as_int(F(F(magnitude) * unit)) if magnitude < first else normal
-        found = QUIET if magnitude > max_code else found
-        found = INFINITY if magnitude == inf_code else found
-        sign = I(I(code & p[3]) << I(24)) if found != QUIET else I0
-        bits[i] = I(found | sign)
 
 
 @jit
@@ -241,6 +220,7 @@ def encode_rows(
     cells, shift, firsts, starts, table, s0, s1, s2, s3, gaps, pairs = steps
     decoded = values[0]
     affine, feedback = rule == MINMAX, residual.size > 0
+    straight = bits == 8 and kind in (GRID_NEAREST, FLOAT_SCALED) and not (affine or feedback)
     spans, width = -(-numel // span), min(block, span) if block else span
     codes, narrow = np.empty(span + GROUP, buffer.dtype), np.empty(span + GROUP, np.uint8)
     total, y, v = np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32)
@@ -271,12 +251,18 @@ def encode_rows(
             find_scales(u, u.view(np.int32), width, layout, scales, bases)
             write_scales(count, block_at, layout, scales, bases, r8, r16, r32)
         read_scales(count, block_at, layout, r8, r16, r32, e4m3, F(1), scales, bases)
+        if straight and are_plain(scales, count):
+            encode_bytes(u, scales, width, kind, pf, pg, mask, r8, start)
+            if start + size == numel:
+                r8[numel : (numel + 3) // 4 * 4] = 0
+                _finish_row(layout, r8, r32)
+            continue
         _divide(u, scales, bases, width, affine, y)
         z, c = y[:size], codes[:size]
         if kind == GRID_NEAREST:
             _grid_nearest(z, c, pg, mask)
         elif kind == FLOAT_SCALED:
-            _float_scaled(z.view(np.int32), c, pf, mask)
+            float_scaled(z.view(np.int32), c, pf, mask)
         elif kind == STEPS_PACKED:
             whole = size // 4 * 4
             steps_codes_packed(z[:whole].view(np.uint32), cells, s0, s1, s2, s3, c[:whole].view(np.uint32))
@@ -332,8 +318,11 @@ def decode_rows(
         row, start = unit // spans, unit % spans * span
         size = min(span, numel - start)
         r8, r16, r32, o = w8[row], w16[row], w32[row], out[row, start : start + size]
-        unpack(codes, narrow, size, start, bits, numel, r8, r16)
-        _look_up(codes, size, how, table, pf, v)
         at = start // block if block else 0
         read_scales(-(-size // width), at, layout, r8, r16, r32, e4m3, weight, scales, bases)
-        _multiply(v, scales, bases, width, affine, add, o, o)
+        if bits == 8 and how[0] != BY_FLOAT and not affine:
+            decode_bytes(r8, start, scales, width, how, table, pf, add, o)
+        else:
+            unpack(codes, narrow, size, start, bits, numel, r8, r16)
+            _look_up(codes, size, how, table, pf, v)
+            _multiply(v, scales, bases, width, affine, add, o, o)
