@@ -10,13 +10,13 @@ another length is refused. On a GPU, where looking would stall the stream, it de
 """
 
 import abc
-import functools
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,7 +134,7 @@ class Codec(abc.ABC):
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the wire of `numel` elements: exactly what `encode` returns for a row."""
-        return sum(each.nbytes for each in self.sections(numel))
+        return self._facts(numel)[0]
 
     def bits_per_element(self, numel: int = 1 << 20) -> float:
         """Wire bits over elements, scales and all."""
@@ -142,7 +142,19 @@ class Codec(abc.ABC):
 
     def tag(self, numel: int) -> int:
         """The number at the end of a wire: a check sum of the codec's name and the element count."""
-        return _tag(self.name, numel)
+        return self._facts(numel)[1]
+
+    def _facts(self, numel: int) -> tuple[int, int]:
+        """Bytes and tag, worked out once for every length."""
+        known = self.__dict__.setdefault("_known", {})
+        if numel not in known:
+            nbytes = sum(each.nbytes for each in self.sections(numel))
+            known[numel] = nbytes, _tag(self.name, numel)
+        return known[numel]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles and copies carry what the codec is, not what was worked out from it."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     # A small exchange before encoding, for codecs whose ranks must agree on a scale
 
@@ -332,23 +344,17 @@ class Codec(abc.ABC):
                 f"a {self.spec} wire of {numel} elements has {expected} bytes, this one has {wire.shape[-1]}"
             )
         if self.tagged and wire.device.type == "cpu" and wire.numel():
-            tags = wire[..., -4:].reshape(-1, 4)
-            if not bool((tags == _tag_bytes(self.tag(numel))).all()):
+            tags = np.ascontiguousarray(wire.numpy()[..., -4:]).view(np.int32)
+            if (tags != self.tag(numel)).any():
                 raise WireError(
                     f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
                     "Do all ranks use the same codec and size?"
                 )
 
 
-@functools.cache
 def _tag(name: str, numel: int) -> int:
     value = zlib.crc32(f"{name} {numel}".encode())
     return value - (value >> 31 << 32)  # as a signed number, which tensors and kernels take
-
-
-@functools.cache
-def _tag_bytes(tag: int) -> Tensor:
-    return torch.tensor([tag], dtype=torch.int32).view(torch.uint8)
 
 
 def write_tags(wire: Tensor, tag: int) -> None:
