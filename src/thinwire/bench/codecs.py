@@ -32,7 +32,6 @@ from thinwire.bench import codec_peers, machine, timing
 from thinwire.bench.codec_peers import Prepare
 from thinwire.bench.formats import Progress, Table
 from thinwire.codecs import CODECS, Codec, get
-from thinwire.errors import InputError
 from thinwire.rounding import Stream
 
 ENCODE, FEEDBACK, DECODE, ADD, REDUCE = OPERATIONS = (
@@ -62,12 +61,8 @@ def run(
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """Measure the registry, or the codecs of some specs; a record for `machine.save` and `tables`."""
-    on_gpu = device.startswith("cuda")
-    if device != "cpu" and not on_gpu:
-        raise InputError(f"cannot measure on '{device}'; use cpu or cuda")
-    if on_gpu and not torch.cuda.is_available():
-        raise InputError("there is no CUDA device here; use --device cpu")
-    numel = numel or (256 << 20 if on_gpu else 16 << 20)
+    usual = machine.default_numel(device)
+    numel = numel or usual
     chosen = [get(name) for name in names or (*CODECS, *codec_peers.NEAREST)]
     specs = [codec.spec for codec in chosen]
     threads = torch.get_num_threads()

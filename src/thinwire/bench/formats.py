@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from thinwire.bench import machine, peers, timing
-from thinwire.errors import InputError
 from thinwire.formats import FORMATS, Format, get
 from thinwire.kernels import code_dtype
 from thinwire.rounding import Rounding, Stream
@@ -32,12 +31,8 @@ def run(
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """Measure; a record for `machine.save` and `tables`."""
-    on_gpu = device.startswith("cuda")
-    if device != "cpu" and not on_gpu:
-        raise InputError(f"cannot measure on '{device}'; use cpu or cuda")
-    if on_gpu and not torch.cuda.is_available():
-        raise InputError("there is no CUDA device here; use --device cpu")
-    numel = numel or (256 << 20 if on_gpu else 16 << 20)
+    usual = machine.default_numel(device)
+    numel = numel or usual
     chosen = [get(name) for name in names] if names else list(FORMATS.values())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from thinwire import __version__, kernels
+from thinwire.errors import InputError
 
 PACKAGES = (
     "torch",
@@ -19,6 +20,7 @@ PACKAGES = (
     "triton",
     "ml_dtypes",
     "bitsandbytes",
+    "torchao",
     "qtorch",
     "gfloat",
     "matplotlib",
@@ -87,3 +89,13 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def default_numel(device: str) -> int:
+    """How many values a benchmark takes on a device that is here: 16M on a CPU, 256M on a GPU."""
+    on_gpu = device.startswith("cuda")
+    if device != "cpu" and not on_gpu:
+        raise InputError(f"cannot measure on '{device}'; use cpu or cuda")
+    if on_gpu and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device here; use --device cpu")
+    return 256 << 20 if on_gpu else 16 << 20
