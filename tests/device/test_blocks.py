@@ -23,7 +23,14 @@ from thinwire import Stream
 from thinwire.codecs.block import Block
 from thinwire.codecs.onebit import OneBit
 from thinwire.formats import Float
-from thinwire.kernels import block_cuda, block_programs, block_reference, onebit_reference, reference
+from thinwire.kernels import (
+    block_cuda,
+    block_programs,
+    block_reference,
+    onebit_reference,
+    reference,
+    soundness,
+)
 from thinwire.kernels.params import (
     FILLED,
     MINMAX,
@@ -383,3 +390,24 @@ def test_public_calls_agree_with_the_cpu(spec, dtype):
     there = spec.encode(x.cuda(), rng)
     assert torch.equal(there.cpu(), wire)
     assert torch.equal(spec.decode(there, 1001).cpu(), spec.decode(wire, 1001))
+
+
+VARIANTS = [
+    soundness.Variant(DEVICE, torch.float32, rows_aligned=True, aligned=True, residual_aligned=None),
+    soundness.Variant(DEVICE, torch.float32, rows_aligned=False, aligned=False, residual_aligned=True),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "unaligned with residual"])
+def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(variant, monkeypatch):
+    p = Block("int8", 256)._params
+    assert soundness._try_encode(p, variant)
+    right = block_cuda._encode
+
+    def wrong(p, x, wire, plan, key, residual):
+        right(p, x, wire, plan, key, residual)
+        scales = wire[:, plan.scales_at : plan.scales_at + 8].clone()
+        wire[:, plan.scales_at : plan.scales_at + 8] = scales.roll(4, 1)  # two blocks trade scales
+
+    monkeypatch.setattr(block_cuda, "_encode", wrong)
+    assert not soundness._try_encode(p, variant)
