@@ -8,11 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire import codecs as codecs
+    from thinwire import collectives as collectives
     from thinwire import formats as formats
+    from thinwire import lab as lab
+    from thinwire import schedules as schedules
     from thinwire import zoo as zoo
     from thinwire.channel import Channel as Channel
+    from thinwire.collectives import all_gather as all_gather
+    from thinwire.collectives import all_reduce as all_reduce
+    from thinwire.collectives import all_to_all as all_to_all
+    from thinwire.collectives import broadcast as broadcast
+    from thinwire.collectives import explain as explain
+    from thinwire.collectives import functional as functional
+    from thinwire.collectives import irecv as irecv
+    from thinwire.collectives import isend as isend
+    from thinwire.collectives import recv as recv
+    from thinwire.collectives import reduce_scatter as reduce_scatter
+    from thinwire.collectives import send as send
     from thinwire.errors import (
         CodecError as CodecError,
+    )
+    from thinwire.errors import (
+        CommError as CommError,
+    )
+    from thinwire.errors import (
+        Disagreement as Disagreement,
     )
     from thinwire.errors import (
         FormatError as FormatError,
@@ -21,7 +41,13 @@ if TYPE_CHECKING:
         InputError as InputError,
     )
     from thinwire.errors import (
+        LabError as LabError,
+    )
+    from thinwire.errors import (
         MissingDependencyError as MissingDependencyError,
+    )
+    from thinwire.errors import (
+        ScheduleError as ScheduleError,
     )
     from thinwire.errors import (
         ThinwireError as ThinwireError,
@@ -43,34 +69,67 @@ __version__ = "0.1.0"
 __all__ = [
     "Channel",
     "CodecError",
+    "CommError",
+    "Disagreement",
     "FormatError",
     "InputError",
+    "LabError",
     "MissingDependencyError",
     "Rounding",
+    "ScheduleError",
     "Stream",
     "ThinwireError",
     "UnknownCodecError",
     "UnknownFormatError",
     "WireError",
     "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
     "codecs",
+    "collectives",
+    "explain",
     "formats",
+    "functional",
+    "irecv",
+    "isend",
+    "lab",
+    "recv",
+    "reduce_scatter",
+    "schedules",
+    "send",
     "zoo",
 ]
 
-_MODULES = ("codecs", "formats", "zoo")
+_MODULES = ("codecs", "collectives", "formats", "lab", "schedules", "zoo")
 _HOMES = {
     "Channel": "thinwire.channel",
     "CodecError": "thinwire.errors",
+    "CommError": "thinwire.errors",
+    "Disagreement": "thinwire.errors",
     "FormatError": "thinwire.errors",
     "InputError": "thinwire.errors",
+    "LabError": "thinwire.errors",
     "MissingDependencyError": "thinwire.errors",
     "Rounding": "thinwire.rounding",
+    "ScheduleError": "thinwire.errors",
     "Stream": "thinwire.rounding",
     "ThinwireError": "thinwire.errors",
     "UnknownCodecError": "thinwire.errors",
     "UnknownFormatError": "thinwire.errors",
     "WireError": "thinwire.errors",
+    "all_gather": "thinwire.collectives",
+    "all_reduce": "thinwire.collectives",
+    "all_to_all": "thinwire.collectives",
+    "broadcast": "thinwire.collectives",
+    "explain": "thinwire.collectives",
+    "functional": "thinwire.collectives",
+    "irecv": "thinwire.collectives",
+    "isend": "thinwire.collectives",
+    "recv": "thinwire.collectives",
+    "reduce_scatter": "thinwire.collectives",
+    "send": "thinwire.collectives",
 }
 
 

@@ -6,6 +6,10 @@
     ├── CodecError              (ValueError)   a codec that cannot exist, or cannot do what was asked
     │   └── UnknownCodecError                  a spec that does not parse; says where and what would
     ├── WireError               (ValueError)   bytes that are no wire of this codec and length
+    ├── ScheduleError           (ValueError)   a schedule that is unknown, or cannot serve a codec or a world
+    ├── CommError               (RuntimeError) an exchange between ranks failed; says with whom and in what
+    │   └── Disagreement                       ranks called different things; says who called what
+    ├── LabError                (RuntimeError) emulated hosts cannot be made here; says what still works
     ├── InputError              (TypeError)    a tensor of the wrong dtype, device or shape
     └── MissingDependencyError  (ImportError)  an optional package is absent; says which extra to install
 
@@ -35,6 +39,22 @@ class UnknownCodecError(CodecError):
 
 class WireError(ThinwireError, ValueError):
     """Bytes that are no wire of this codec and element count."""
+
+
+class ScheduleError(ThinwireError, ValueError):
+    """No schedule has this spec, or it cannot serve this codec or number of ranks."""
+
+
+class CommError(ThinwireError, RuntimeError):
+    """An exchange between ranks failed: one is gone, too late, or called something else."""
+
+
+class Disagreement(CommError):  # noqa: N818
+    """Ranks called different things. All of them know it, and can go on."""
+
+
+class LabError(ThinwireError, RuntimeError):
+    """Emulated hosts cannot be made, or what ran on them failed."""
 
 
 class InputError(ThinwireError, TypeError):

@@ -106,6 +106,14 @@ class Codec(abc.ABC):
         """Whether the decoded vector is right on average over streams."""
         return False
 
+    @property
+    def grain(self) -> int:
+        """How many neighbours are encoded together, whatever lies around them; 0: all of the vector.
+
+        A vector cut at multiples of this gives the same numbers as a whole (random ones aside).
+        """
+        return 0
+
     def for_shape(self: Self, shape: Sequence[int]) -> Self:  # noqa: ARG002
         """The codec for a tensor of this shape; only codecs that look at rows and columns differ."""
         return self
@@ -208,8 +216,8 @@ class Codec(abc.ABC):
             buffers.deliver(held, residual)
         return buffers.deliver(wire, target)
 
-    def decode(self, wire: Tensor, numel: int, *, out: Tensor | None = None) -> Tensor:
-        """Bytes [..., nbytes(numel)] to float32 [..., numel]."""
+    def decode(self, wire: Tensor, numel: int, *, weight: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Bytes [..., nbytes(numel)] to float32 [..., numel], times a weight that goes into the scales."""
         self._check_wire(wire, numel)
         target = buffers.target(out, (*wire.shape[:-1], numel), torch.float32, wire.device)
         if wire.device.type == "meta":
@@ -217,7 +225,7 @@ class Codec(abc.ABC):
         values = _matrix(buffers.writable(target, wire))
         if not values.numel():
             return target
-        self._decode(_aligned(wire), values, 1.0, add=False)
+        self._decode(_aligned(wire), values, weight, add=False)
         return buffers.deliver(values, target)
 
     def decode_add(self, wire: Tensor, out: Tensor, weight: float = 1.0) -> Tensor:

@@ -115,6 +115,10 @@ class Block(Codec):
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block) if self.block else min(numel, 1)
 
+    @property
+    def grain(self) -> int:
+        return self.block or int(self.scaling.shared)
+
     def _sections(self, numel: int) -> tuple[Section, ...]:
         bits, blocks = self._format.bits, self._blocks(numel)
         store = self.scaling.store

@@ -40,6 +40,10 @@ class Cast(Codec):
         return False
 
     @property
+    def grain(self) -> int:
+        return 1
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype in which a network may add wires."""
         return DTYPES[self.dtype]
@@ -68,10 +72,10 @@ class Cast(Codec):
                 out[:, part].add_(values[:, part].float(), alpha=weight)
         elif add:
             out.add_(values, alpha=weight)
-        elif weight == 1:
-            out.copy_(values)
         else:
-            torch.mul(values, weight, out=out)
+            out.copy_(values)
+            if weight != 1:
+                out *= weight
 
     def _values(self, wire: Tensor) -> Tensor:
         return wire.view(self.torch_dtype)

@@ -112,6 +112,10 @@ class DctTopK(Codec):
     def _kept(self) -> int:
         return min(self.k, self._size)
 
+    @property
+    def grain(self) -> int:
+        return self.chunk if self.shape is None else 0
+
     def _count(self, numel: int) -> int:
         """How many tiles."""
         if self.shape is not None and numel not in (0, math.prod(self.shape)):

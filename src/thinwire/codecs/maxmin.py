@@ -55,6 +55,10 @@ class MaxMin(Codec):
     def unbiased(self) -> bool:
         return self.needs_rng
 
+    @property
+    def grain(self) -> int:
+        return self.block
+
     def _sections(self, numel: int) -> tuple[Section, ...]:
         blocks = -(-numel // self.block)
         return (

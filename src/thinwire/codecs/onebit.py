@@ -57,6 +57,10 @@ class OneBit(Codec):
     def keeps_zeros(self) -> bool:
         return False
 
+    @property
+    def grain(self) -> int:
+        return self.block
+
     def _sections(self, numel: int) -> tuple[Section, ...]:
         blocks = -(-numel // self.block)
         high = section("high", "float32", 32, blocks)
@@ -134,6 +138,10 @@ class OneBitColumn(Codec):
         if self.strided and numel % rows:
             raise CodecError(f"{self.name} is for matrices of {rows} rows, not for {numel} elements")
         return -(-numel // rows), rows
+
+    @property
+    def grain(self) -> int:
+        return 0 if self.strided else self.rows or 0
 
     def _sections(self, numel: int) -> tuple[Section, ...]:
         columns, rows = self._columns(numel)

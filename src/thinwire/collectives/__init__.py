@@ -1,0 +1,45 @@
+"""Collectives like those of torch.distributed, but what travels is encoded.
+
+Names and arguments are those of `torch.distributed`, with a codec: a spec such as "int8/256", a `Codec`, or a
+`Channel`, which is needed where a codec remembers what it owes ("+ef"). After any of them all ranks that
+hold a result hold the same bits.
+
+    import torch, torch.distributed as dist, thinwire
+    dist.init_process_group("gloo")
+    gradient = torch.randn(1_000_000)
+    thinwire.all_reduce(gradient, "int8/256", op="avg")
+
+Tensors are float32, bfloat16 or float16, of any shape, on a CPU or a GPU. In a group of one rank nothing
+travels, so nothing changes.
+"""
+
+from thinwire.collectives import functional
+from thinwire.collectives.calls import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    irecv,
+    isend,
+    recv,
+    reduce_scatter,
+    send,
+)
+from thinwire.collectives.explanation import Explanation, explain
+from thinwire.runtimes.work import Work
+
+__all__ = [
+    "Explanation",
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "explain",
+    "functional",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce_scatter",
+    "send",
+]

@@ -1,0 +1,253 @@
+"""The public functions: each checks its arguments, makes a job of a schedule and hands it to the line."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import InputError
+from thinwire.rounding import Stream
+from thinwire.runtimes import arguments
+from thinwire.runtimes import job as jobs
+from thinwire.runtimes.arguments import SUM, After, AnyCodec, check, is_mean, listed, vector
+from thinwire.runtimes.job import Call, Job
+from thinwire.runtimes.process_group import Letter, Line, line
+from thinwire.runtimes.work import Work
+from thinwire.schedules import Exchanges, Schedule, Seat, moves
+
+Group = dist.ProcessGroup
+
+
+def all_reduce(
+    tensor: Tensor | Sequence[Tensor],
+    codec: AnyCodec,
+    op: str | dist.ReduceOp | dist.ReduceOp.RedOpType = SUM,
+    group: Group | None = None,
+    schedule: str | Schedule = "auto",
+    async_op: bool = False,
+    *,
+    name: str | Sequence[str] = "tensor",
+    rng: Stream | None = None,
+) -> Work | None:
+    """Replace a tensor on all ranks by the sum or the mean of all of them.
+
+    Several tensors make a bucket: they keep scales and shapes of their own, but travel together.
+
+    `name` says under which name a channel keeps residuals; `rng` where random rounding draws from (the same
+    `Stream` on all ranks; by default one of its own for every call). With `async_op` a `Work` is returned.
+    """
+    tensors = listed(tensor)
+    here = line(group, check(tensors))
+    return _go(arguments.all_reduce_job(tensors, codec, op, schedule, here, name, rng), here, async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor | Sequence[Tensor],
+    codec: AnyCodec,
+    op: str | dist.ReduceOp | dist.ReduceOp.RedOpType = SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    name: str = "tensor",
+    rng: Stream | None = None,
+) -> Work | None:
+    """The sum or mean of everyone's part r, on rank r.
+
+    `input` is one tensor of as many equal parts as ranks, or a list of tensors, one for each, of any sizes.
+    """
+    here = line(group, check([output, *listed(input)]))
+    parts = arguments.parts(input, here.world, "input")
+    if parts[here.rank].numel() != output.numel():
+        raise InputError(
+            f"rank {here.rank} gets {parts[here.rank].numel()} elements; output has {output.numel()}"
+        )
+    seat = arguments.plain_seat(here, codec, name, rng, 1.0 / here.world if is_mean(op) else 1.0)
+    outs, after = arguments.rooms([output], filled=False)
+    call = arguments.call_of("reduce_scatter", parts, seat.channel, "", "mean" if is_mean(op) else "sum")
+
+    def steps(own: Seat) -> Exchanges:
+        return moves.reduce_scatter([vector(x) for x in parts], outs[0], own)
+
+    return _go(_single(call, steps, seat, output, after), here, async_op)
+
+
+def all_gather(
+    output: Tensor | Sequence[Tensor],
+    input: Tensor,
+    codec: AnyCodec,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    name: str = "tensor",
+    rng: Stream | None = None,
+) -> Work | None:
+    """Everyone's input on every rank: in a list of tensors of any sizes, or in one of equal parts."""
+    here = line(group, check([*listed(output), input]))
+    parts = arguments.parts(output, here.world, "output")
+    if parts[here.rank].numel() != input.numel():
+        raise InputError(
+            f"rank {here.rank} gives {input.numel()} elements; "
+            f"its part of output has {parts[here.rank].numel()}"
+        )
+    seat = arguments.plain_seat(here, codec, name, rng)
+    outs, after = arguments.rooms(parts, filled=False)
+    call = arguments.call_of("all_gather", parts, seat.channel, "", "")
+
+    def steps(own: Seat) -> Exchanges:
+        return moves.all_gather(vector(input), outs, own)
+
+    return _go(_single(call, steps, seat, output, after), here, async_op)
+
+
+def all_to_all(  # noqa: PLR0913
+    output: Tensor | Sequence[Tensor],
+    input: Tensor | Sequence[Tensor],
+    codec: AnyCodec,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    name: str = "tensor",
+    rng: Stream | None = None,
+) -> Work | None:
+    """Part r of the input to rank r; what rank r sent into part r of the output.
+
+    Lists of tensors, or tensors cut along their first dimension at the given sizes, else evenly. What one
+    rank sends to another must be what the other has room for.
+    """
+    here = line(group, check([*listed(output), *listed(input)]))
+    parts = arguments.parts(input, here.world, "input", input_split_sizes)
+    rooms = arguments.parts(output, here.world, "output", output_split_sizes)
+    seat = arguments.plain_seat(here, codec, name, rng)
+    outs, after = arguments.rooms(rooms, filled=False)
+    dtype = str(parts[0].dtype).removeprefix("torch.")
+    call = Call("all_to_all", arguments.codec_of(seat.channel).spec, (), dtype)
+
+    def steps(own: Seat) -> Exchanges:
+        return moves.all_to_all([vector(x) for x in parts], outs, own)
+
+    job = _single(call, steps, seat, output, after)
+    if here.world > 1:
+        job.agreement = moves.compare_sizes(parts, rooms, here.rank, here.world)
+    return _go(job, here, async_op)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int,
+    codec: AnyCodec,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    name: str = "tensor",
+    rng: Stream | None = None,
+) -> Work | None:
+    """Everyone's tensor becomes that of global rank `src`, as it looks decoded, on `src` too."""
+    here = line(group, check([tensor]))
+    source = _place(here, src, "src")
+    seat = arguments.plain_seat(here, codec, name, rng)
+    outs, after = arguments.rooms([tensor], filled=True)
+    call = arguments.call_of("broadcast", [tensor], seat.channel, "", f"from rank {src}")
+
+    def steps(own: Seat) -> Exchanges:
+        return moves.broadcast(outs[0], own, source)
+
+    return _go(_single(call, steps, seat, tensor, after), here, async_op)
+
+
+def send(
+    tensor: Tensor,
+    dst: int,
+    codec: AnyCodec,
+    group: Group | None = None,
+    *,
+    name: str = "tensor",
+    rng: Stream | None = None,
+) -> None:
+    """To global rank `dst`, which must call `recv` with a tensor of the same size and dtype."""
+    here, job, number = _message(tensor, dst, codec, group, name, rng, sends=True)
+    here.run_apart(job, number)
+
+
+def recv(
+    tensor: Tensor,
+    src: int,
+    codec: AnyCodec,
+    group: Group | None = None,
+    *,
+    name: str = "tensor",
+) -> None:
+    """From global rank `src`, into `tensor`."""
+    here, job, number = _message(tensor, src, codec, group, name, None, sends=False)
+    here.run_apart(job, number)
+
+
+def isend(
+    tensor: Tensor,
+    dst: int,
+    codec: AnyCodec,
+    group: Group | None = None,
+    *,
+    name: str = "tensor",
+    rng: Stream | None = None,
+) -> Letter:
+    """`send` without waiting; what is sent is encoded before this returns."""
+    here, job, number = _message(tensor, dst, codec, group, name, rng, sends=True)
+    return here.submit_apart(job, number)
+
+
+def irecv(
+    tensor: Tensor, src: int, codec: AnyCodec, group: Group | None = None, *, name: str = "tensor"
+) -> Letter:
+    """`recv` without waiting; the tensor is there once `wait` returns."""
+    here, job, number = _message(tensor, src, codec, group, name, None, sends=False)
+    return here.submit_apart(job, number)
+
+
+def _message(
+    tensor: Tensor,
+    other: int,
+    codec: AnyCodec,
+    group: Group | None,
+    name: str,
+    rng: Stream | None,
+    *,
+    sends: bool,
+) -> tuple[Line, Job, int]:
+    here = line(group, check([tensor]))
+    peer = _place(here, other, "dst" if sends else "src")
+    if peer == here.rank:
+        raise InputError(f"rank {other} cannot send to itself")
+    way = (here.rank, peer) if sends else (peer, here.rank)
+    here.letters[way] = here.letters.get(way, 0) + 1
+    seat = arguments.plain_seat(here, codec, name, rng)
+    outs, after = arguments.rooms([tensor], filled=True)
+    call = arguments.call_of("send", [tensor], seat.channel, "", f"from {way[0]} to {way[1]}")
+    steps = moves.send if sends else moves.recv
+    job = _single(call, lambda own: steps(outs[0], own, peer), seat, tensor, None if sends else after)
+    return here, job, here.letters[way]
+
+
+def _single(call: Call, steps: Callable[[Seat], Exchanges], seat: Seat, result: object, after: After) -> Job:
+    device = listed(result)[0].device  # type: ignore[arg-type]
+    job = jobs.single(call, lambda buffers: steps(replace(seat, buffers=buffers)), device)
+    job.result, job.after = result, after
+    return job
+
+
+def _go(job: Job, here: Line, async_op: bool) -> Work | None:
+    if async_op:
+        return here.submit(job)
+    here.run(job)
+    return None
+
+
+def _place(here: Line, rank: int, what: str) -> int:
+    """A global rank's place in the group."""
+    ranks = dist.get_process_group_ranks(here.group)
+    if rank not in ranks:
+        raise InputError(f"{what} must be one of the group's ranks, {ranks}; not {rank}")
+    return ranks.index(rank)

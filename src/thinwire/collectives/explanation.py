@@ -1,0 +1,72 @@
+"""Which schedule a call would use, why, and what each would send."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import schedules
+from thinwire.codecs import Codec
+from thinwire.codecs import get as get_codec
+from thinwire.errors import ScheduleError
+from thinwire.runtimes.trace import Trace, trace
+from thinwire.schedules.choose import choose
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `auto` chooses and what it was chosen from."""
+
+    numel: int
+    codec: str
+    world: int
+    schedule: str
+    why: str
+    fp32_nbytes: int  #: what a rank sends in a float32 all-reduce
+    choices: tuple[Trace, ...]
+
+    @property
+    def chosen(self) -> Trace:
+        return next(each for each in self.choices if each.schedule == self.schedule)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.schedule}: all_reduce of {self.numel:,} elements, {self.codec}, {self.world} ranks",
+            f"because {self.why}",
+            f"{'schedule':<28}{'bytes sent':>16}{'of fp32':>10}{'messages':>10}{'exchanges':>11}",
+        ]
+        for each in self.choices:
+            share = each.sent_nbytes / self.fp32_nbytes if self.fp32_nbytes else 0.0
+            lines.append(
+                f"{each.schedule:<28}{each.sent_nbytes:>16,}{share:>10.1%}{each.messages:>10,}"
+                f"{each.exchanges:>11,}"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    tensor: Tensor | int,
+    codec: str | Codec,
+    world: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Explanation:
+    """What `all_reduce(tensor, codec, schedule="auto")` would do, in a group or in a world of any size.
+
+    >>> from thinwire import explain
+    >>> explain(25_000_000, "int4/128", world=8).schedule
+    'two_shot'
+    """
+    numel = tensor.numel() if isinstance(tensor, Tensor) else tensor
+    world = dist.get_world_size(group) if world is None else world
+    found = get_codec(codec)
+    if isinstance(tensor, Tensor):
+        found = found.for_shape(tensor.shape)
+    spec, why = choose(found, numel, world)
+    choices = []
+    for name in schedules.SCHEDULES:
+        try:
+            choices.append(trace(numel, found, world, name))
+        except ScheduleError:  # it cannot serve this codec
+            continue
+    fp32 = trace(numel, "fp32", world, "native").sent_nbytes
+    return Explanation(numel, found.spec, world, spec, why, fp32, tuple(choices))

@@ -1,0 +1,144 @@
+"""Exchanges over gloo: point-to-point messages of a process group, told apart by tags.
+
+A message goes straight from one rank to another and is matched by its tag, not by the order of calls. So
+pieces and calls may overlap freely, a message never meets one of another call, and the user's own
+collectives on the same group are not disturbed. (gloo aborts the process when a message is longer than the
+room for it; with such a tag it waits, and times out.)
+
+A tag: [1][14 bits of the call's digest][4: number of the call][7: piece][5: exchange].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import CommError
+from thinwire.schedules import AllGather, AllReduce, AllToAll, Request, SendRecv
+
+TAGS = 1 << 30  #: ours begin here; users' are small
+
+
+def tag(digest: int, number: int, piece: int, exchange: int) -> int:
+    """The tag of a message; equal only for messages that cannot be under way at the same time."""
+    return TAGS | (digest & 0x3FFF) << 16 | (number & 0xF) << 12 | (piece & 0x7F) << 5 | (exchange & 0x1F)
+
+
+@dataclass
+class Messages:
+    """Messages under way; some of the bytes may have to be copied to a GPU at the end."""
+
+    works: list[tuple[dist.Work, int, str]] = field(default_factory=list)
+    arrive: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for work, peer, way in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommError(_said(str(error), peer, way)) from error
+        for host, device in self.arrive:
+            device.copy_(host, non_blocking=True)
+
+
+def _said(error: str, peer: int, way: str) -> str:
+    if "imed out" in error or "timeout" in error.lower():
+        return f"nothing {way} rank {peer} within the group's time-out"
+    if "closed" in error or "reset" in error or "Broken pipe" in error:
+        return f"rank {peer} is gone (the connection was closed)"
+    return f"the exchange with rank {peer} failed: {error}"
+
+
+@dataclass
+class Gloo:
+    """The transport of one group; `sums` is a group of its own, for what the network adds."""
+
+    group: dist.ProcessGroup
+    sums: dist.ProcessGroup | None = None
+
+    def post(self, request: Request, tag: int) -> Messages:
+        """Start all messages of an exchange: rooms first, so that nothing has to wait for them."""
+        if isinstance(request, AllReduce):
+            return self._add(request)
+        messages = Messages()
+        rank = self.group.rank()
+        outgoing, incoming = _messages(request, rank, self.group.size(), messages)
+        for peer, room in incoming:
+            messages.works.append((self.group.recv([room], peer, tag), peer, "came from"))
+        for peer, wire in outgoing:
+            messages.works.append((self.group.send([wire], peer, tag), peer, "was taken by"))
+        return messages
+
+    def _add(self, request: AllReduce) -> Messages:
+        assert self.sums is not None
+        if request.peers is not None:
+            raise CommError("the network adds over all ranks of a group, not over some")
+        messages = Messages()
+        values = request.values
+        if values.is_cuda:
+            host = values.to("cpu")
+            messages.arrive.append((host, values))
+            values = host
+        if values.numel():
+            work = self.sums.allreduce([values])
+            messages.works.append((work, self.group.rank(), "came back to"))
+        return messages
+
+
+Parcels = list[tuple[int, Tensor]]
+
+
+def _messages(request: Request, rank: int, world: int, messages: Messages) -> tuple[Parcels, Parcels]:
+    """What goes to whom, and the room for what comes from whom, nearest neighbours first."""
+    peers = request.peers or range(world)
+    if isinstance(request, SendRecv):
+        outgoing = (
+            [(peers[request.to], request.wire)] if request.wire is not None and request.to is not None else []
+        )
+        incoming = (
+            [(peers[request.source], request.out)]
+            if request.out is not None and request.source is not None
+            else []
+        )
+        wires, rooms = [wire for _, wire in outgoing], [room for _, room in incoming]
+        to, source = [peer for peer, _ in outgoing], [peer for peer, _ in incoming]
+    elif isinstance(request, AllGather):
+        place, parts = peers.index(rank), request.wires.split(list(request.sizes))
+        order = [(place + i) % len(peers) for i in range(1, len(peers))]
+        to, wires = [peers[i] for i in order], [parts[place]] * len(order)
+        source, rooms = [peers[i] for i in reversed(order)], [parts[i] for i in reversed(order)]
+    else:
+        assert isinstance(request, AllToAll)
+        place = peers.index(rank)
+        coming = request.coming or (request.sizes[place],) * len(peers)
+        parts, outs = request.wire.split(list(request.sizes)), request.out.view(-1).split(list(coming))
+        outs[place].copy_(parts[place])
+        order = [(place + i) % len(peers) for i in range(1, len(peers))]
+        to, wires = [peers[i] for i in order], [parts[i] for i in order]
+        source, rooms = [peers[i] for i in reversed(order)], [outs[i] for i in reversed(order)]
+    wires, rooms = _on_host(wires, rooms, messages)
+    return _filled(to, wires), _filled(source, rooms)
+
+
+def _filled(peers: Sequence[int], wires: Sequence[Tensor]) -> Parcels:
+    return [(peer, wire) for peer, wire in zip(peers, wires, strict=True) if wire.numel()]
+
+
+def _on_host(
+    wires: list[Tensor], rooms: list[Tensor], messages: Messages
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Stand-ins in pinned memory for bytes that live on a GPU."""
+    if not any(each.is_cuda for each in (*wires, *rooms)):
+        return wires, rooms
+    copies: dict[tuple[int, int], Tensor] = {}
+    for wire in wires:
+        key = wire.data_ptr(), wire.numel()
+        if key not in copies:
+            copies[key] = torch.empty(wire.shape, dtype=torch.uint8, pin_memory=True)
+            copies[key].copy_(wire, non_blocking=True)
+    hosts = [torch.empty(room.shape, dtype=torch.uint8, pin_memory=True) for room in rooms]
+    messages.arrive.extend(zip(hosts, rooms, strict=True))
+    torch.cuda.current_stream().synchronize()
+    return [copies[wire.data_ptr(), wire.numel()] for wire in wires], hosts

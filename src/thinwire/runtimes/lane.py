@@ -1,0 +1,132 @@
+"""The thread on which calls go on while their callers do something else.
+
+Calls begin in the order in which they were made. Pieces of several calls are in flight together; where the
+network matches exchanges by their order (NCCL, and sums made by gloo), one call runs after another.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import Disagreement
+from thinwire.runtimes.job import Flights, Job, Post, Start, drive
+from thinwire.runtimes.work import Work
+from thinwire.schedules import Buffers
+
+
+@dataclass
+class Running:
+    """A job that was handed over."""
+
+    job: Job
+    work: Work
+    post: Post
+    begin: Callable[[], None]  #: what comes before its pieces: comparing calls, agreeing on scales
+    alone: bool  #: whether nothing else may be in flight
+    number: int  #: of the call
+    flying: int = 0
+    ended: bool = False  #: whether all pieces have begun
+
+
+Offer = tuple[Start, Running, int]
+
+
+class Lane:
+    """A queue of jobs and the thread that runs them."""
+
+    def __init__(self, pool: list[Buffers], failed: Callable[[BaseException, Running | None], BaseException]):
+        self._put = self._ended = 0
+        self._pool, self._failed = pool, failed
+        self._queue: queue.SimpleQueue[Running] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything handed over has ended."""
+        return self._put == self._ended
+
+    def put(self, running: Running) -> None:
+        """Hand a job over."""
+        self._put += 1
+        self._queue.put(running)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="thinwire", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        flights = Flights(self._pool)
+        now: list[Running] = []  # the job whose pieces are being launched
+        offers = self._offers(flights, now)
+        try:
+            while True:
+                while not flights.full and (offer := next(offers)) is not None:
+                    start, running, piece = offer
+                    running.flying += flights.launch(start, running.post, piece, running)
+                if flights:
+                    self._resume(flights)
+        except BaseException as error:  # noqa: BLE001
+            self._give_up(error, [*flights.owners(), *now])
+
+    def _offers(self, flights: Flights, now: list[Running]) -> Iterator[Offer | None]:
+        """Pieces to launch, in order; None while there are none and others are in flight."""
+        while True:
+            if flights and self._queue.empty():
+                yield None
+                continue
+            running = self._queue.get()
+            now[:] = [running]
+            if running.alone:
+                while flights:
+                    self._resume(flights)
+            try:
+                self._begin(running)
+            except Disagreement as error:
+                self._end(running, error)
+                continue
+            if running.alone:
+                drive(running.job, running.post, self._pool)
+            else:
+                for piece, start in enumerate(running.job.starts()):
+                    yield start, running, piece
+            running.ended = True
+            now.clear()
+            self._done(running)
+
+    def _begin(self, running: Running) -> None:
+        device = running.job.device
+        if device.type == "cuda":
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            torch.cuda.set_stream(stream)
+            if running.job.ready is not None:
+                stream.wait_event(running.job.ready)
+        running.begin()
+
+    def _resume(self, flights: Flights) -> None:
+        owner, goes_on = flights.resume()
+        assert isinstance(owner, Running)
+        owner.flying -= not goes_on
+        self._done(owner)
+
+    def _done(self, running: Running) -> None:
+        if running.ended and not running.flying and not running.work.is_completed():
+            if running.job.after is not None and not running.alone:
+                running.job.after()
+            self._end(running)
+
+    def _end(self, running: Running, error: BaseException | None = None) -> None:
+        self._ended += 1
+        running.work.finish(error)
+
+    def _give_up(self, error: BaseException, owners: list[object]) -> None:
+        """Everything under way fails, and everything that waits."""
+        known = [each for each in owners if isinstance(each, Running)]
+        said = self._failed(error, known[0] if known else None)
+        while not self._queue.empty():
+            known.append(self._queue.get())
+        for running in known:
+            if not running.work.is_completed():
+                self._end(running, said)

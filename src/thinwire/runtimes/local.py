@@ -1,0 +1,147 @@
+"""N ranks in one process, in lockstep: for tests and simulations.
+
+Every rank runs the same generators as it would on a network. What they ask for at the same time is
+answered by copying bytes between their buffers, so the results are, bit for bit, those of real processes.
+Only `AllReduce` may differ, where a real network adds in an order of its own: here it is that of ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.channel import Channel
+from thinwire.codecs import Codec
+from thinwire.errors import CommError
+from thinwire.rounding import Stream
+from thinwire.runtimes.arguments import SUM, AnyCodec, all_reduce_job, listed
+from thinwire.runtimes.job import Job
+from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Exchanges, Request, Schedule, SendRecv
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of several ranks in this process."""
+
+    rank: int
+    world: int
+    number: int = 0
+    node: int = 1
+
+    def inside(self) -> int:
+        """How many ranks a node has."""
+        return self.node
+
+
+def all_reduce(
+    tensors: Sequence[Tensor | Sequence[Tensor]],
+    codec: AnyCodec | Sequence[AnyCodec],
+    op: object = SUM,
+    schedule: str | Schedule = "auto",
+    *,
+    name: str | Sequence[str] = "tensor",
+    rng: Stream | None = None,
+    inside: int = 1,
+) -> None:
+    """`thinwire.all_reduce` of as many ranks as there are tensors (or buckets), in place.
+
+    A codec that remembers what it owes needs a channel for every rank.
+
+    >>> import torch
+    >>> from thinwire.runtimes import local
+    >>> ranks = [torch.full((3,), float(rank)) for rank in range(4)]
+    >>> local.all_reduce(ranks, "fp32", op="avg")
+    >>> ranks[2]
+    tensor([1.5000, 1.5000, 1.5000])
+    """
+    world = len(tensors)
+    each = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
+    run(
+        [
+            all_reduce_job(listed(x), mine, op, schedule, Rank(rank, world, 0, inside), name, rng)
+            for rank, (x, mine) in enumerate(zip(tensors, each, strict=True))
+        ]
+    )
+
+
+def run(jobs: Sequence[Job]) -> None:
+    """One job for each rank, all of the same call."""
+    calls = {job.call for job in jobs}
+    if len(calls) > 1:
+        raise CommError("ranks disagree: " + "; ".join(f"one calls {call}" for call in calls))
+    if jobs[0].agreement is not None:
+        lockstep([job.agreement for job in jobs if job.agreement is not None])
+    pool = [Buffers() for _ in jobs]
+    for starts in zip(*(job.starts() for job in jobs), strict=True):
+        lockstep([start(buffers) for start, buffers in zip(starts, pool, strict=True)])
+    for job in jobs:
+        if job.after is not None:
+            job.after()
+
+
+def lockstep(ranks: Sequence[Exchanges]) -> None:
+    """Run generators, one for each rank, to their end."""
+    while True:
+        requests = [next(steps, None) for steps in ranks]
+        asked = [each for each in requests if each is not None]
+        if not asked:
+            return
+        if len(asked) < len(ranks):
+            raise CommError("a rank ended before the others: its schedule is not in step")
+        for peers in sorted({each.peers or range(len(ranks)) for each in asked}, key=lambda each: each.start):
+            _answer([asked[rank] for rank in peers])
+
+
+def _answer(requests: list[Request]) -> None:
+    kinds = {type(each) for each in requests}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise CommError(f"ranks ask for different exchanges at the same time: {names}")
+    _ANSWERS[kinds.pop()](requests)
+
+
+def _gather(requests: list[AllGather]) -> None:
+    parts = [each.wires.split(list(each.sizes)) for each in requests]
+    for source, own in enumerate(parts):
+        for to, theirs in enumerate(parts):
+            if to != source:
+                theirs[source].copy_(own[source])
+
+
+def _exchange(requests: list[AllToAll]) -> None:
+    world = len(requests)
+    parts = [each.wire.split(list(each.sizes)) for each in requests]
+    for to, each in enumerate(requests):
+        coming = each.coming or (each.out.numel() // world,) * world
+        for source, room in enumerate(each.out.view(-1).split(list(coming))):
+            room.copy_(parts[source][to])
+
+
+def _reduce(requests: list[AllReduce]) -> None:
+    total = requests[0].values.clone()
+    for each in requests[1:]:
+        total += each.values
+    for each in requests:
+        each.values.copy_(total)
+
+
+def _pass_on(requests: list[SendRecv]) -> None:
+    sent: dict[tuple[int | None, int | None], Tensor] = {
+        (rank, each.to): each.wire.clone() for rank, each in enumerate(requests) if each.wire is not None
+    }
+    for rank, each in enumerate(requests):
+        if each.out is not None:
+            wire = sent.pop((each.source, rank), None)
+            if wire is None:
+                raise CommError(f"rank {rank} waits for rank {each.source}, which sends it nothing")
+            each.out.copy_(wire)
+    if sent:
+        raise CommError("sent, but not received: " + ", ".join(f"{one} to {other}" for one, other in sent))
+
+
+_ANSWERS: dict[type, Callable[[list], None]] = {  # type: ignore[type-arg]
+    AllGather: _gather,
+    AllToAll: _exchange,
+    AllReduce: _reduce,
+    SendRecv: _pass_on,
+}

@@ -1,0 +1,286 @@
+"""Jobs on the ranks of a torch.distributed process group.
+
+A `Line` belongs to a group. It runs jobs in the order of calls: a blocking call at once, in the caller's
+thread; others on a thread of the line, several pieces in flight. Before a call is made for the first time
+ranks compare a digest of it, so that a different codec, size or order is an error at once and not a
+time-out; in debug mode they do so every time.
+"""
+
+import contextlib
+import hashlib
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import CommError, Disagreement, ScheduleError
+from thinwire.runtimes.gloo import Gloo, tag
+from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, drive, run_alone
+from thinwire.runtimes.lane import Lane, Running
+from thinwire.runtimes.nccl import Nccl
+from thinwire.runtimes.work import Work
+from thinwire.schedules import AllGather, Buffers, Request
+
+TEXT_NBYTES = 512  # of a call, when ranks tell one another what they do
+PATIENCE_S = 2.0  # for others' reports, after a failure
+GREETING = 127  # the number of the piece in which ranks talk
+HOSTS, TEXTS, CALLS = 29, 30, 31  # what about
+
+
+class Line:
+    """The order of jobs on one group, and what is kept between them."""
+
+    def __init__(self, group: dist.ProcessGroup, kind: str) -> None:
+        self.group, self.kind = group, kind
+        self.rank, self.world = group.rank(), group.size()
+        self.transport: Gloo | Nccl = Gloo(group) if kind == "gloo" else Nccl(_own_group(group, "nccl"))
+        self.number = 0  #: of the last call
+        self.broken = ""  #: why no call can follow
+        self._pid = os.getpid()
+        self._known: set[Call] = set()
+        self._pool: list[Buffers] = []
+        self._turn = threading.Lock()
+        self._lane = Lane(self._pool, self._failed)
+        self._inside = 0
+        self.letters: dict[tuple[int, int], int] = {}  #: messages between two ranks so far
+
+    def run(self, job: Job) -> None:
+        """Until it is done, in this thread if nothing is under way."""
+        self._check()
+        with self._turn:
+            if self._lane.idle:
+                running = self._admit(job)
+                try:
+                    running.begin()
+                    drive(job, running.post, self._pool)
+                except BaseException as error:
+                    raise self._failed(error, running) from error
+                return
+        self.submit(job).wait()
+
+    def submit(self, job: Job) -> Work:
+        """Begin, and go on while the caller does something else."""
+        self._check()
+        with self._turn:
+            if job.device.type == "cuda":
+                job.ready = torch.cuda.current_stream(job.device).record_event()
+            running = self._admit(job)
+            self._lane.put(running)
+        return running.work
+
+    def run_apart(self, job: Job, number: int) -> None:
+        """A message between two ranks: at once, whatever else is under way."""
+        self._check()
+        try:
+            drive(job, self._post(job.call, number), self._pool)
+        except CommError as error:
+            raise CommError(f"{job.call} failed on rank {self.rank}: {error}") from error
+
+    def submit_apart(self, job: Job, number: int) -> "Letter":
+        """The same without waiting: it is under way when this returns."""
+        self._check()
+        flights = Flights(self._pool)
+        for piece, start in enumerate(job.starts()):
+            flights.launch(start, self._post(job.call, number), piece)
+        return Letter(job, flights)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory kept for wires, while nothing is under way."""
+        return sum(each.nbytes for each in self._pool)
+
+    def inside(self) -> int:
+        """How many ranks a node has, if they follow one another and all nodes are alike."""
+        if not self._inside:
+            host = f"{socket.gethostname()} {_machine()}".encode()
+            names = self._everyone(hashlib.blake2b(host, digest_size=16).digest(), self.number, HOSTS)
+            count = names.count(names[0])
+            nodes = [names[i : i + count] for i in range(0, self.world, count)]
+            firsts = {node[0] for node in nodes}
+            if len(firsts) < len(nodes) or any(node != [node[0]] * count for node in nodes):
+                raise ScheduleError(
+                    "ranks of a node do not follow one another, or nodes differ in size; "
+                    "say how many ranks a node has, for example: hierarchical/4"
+                )
+            self._inside = count
+        return self._inside
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise CommError("this process was forked after the group was made; make the group in the child")
+        if self.broken:
+            raise CommError(f"no call can follow one that failed on this group: {self.broken}")
+
+    def _admit(self, job: Job) -> Running:
+        """The next call in line."""
+        if job.adds and isinstance(self.transport, Gloo) and self.transport.sums is None and self.world > 1:
+            self.transport.sums = _own_group(self.group, "gloo")
+        self.number += 1
+        number, post = self.number, self._post(job.call, self.number)
+
+        def begin() -> None:
+            self._greet(job.call, number)
+            if job.agreement is not None:
+                run_alone(job.agreement, post, AGREEMENT)
+
+        return Running(
+            job, Work(job.result, job.device), post, begin, job.adds or self.kind == "nccl", number
+        )
+
+    def _post(self, call: Call, number: int) -> Post:
+        digest, transport = call.digest, self.transport
+
+        def post(request: Request, piece: int, exchange: int) -> Pending:
+            return transport.post(request, tag(digest, number, piece, exchange))
+
+        return post
+
+    # Talk between ranks
+
+    def _greet(self, call: Call, number: int) -> None:
+        """Compare the call with everyone's, if it is new."""
+        if self.world == 1 or (call in self._known and not checks_every_call()):
+            return
+        digest = hashlib.blake2b(repr(call).encode(), digest_size=16).digest()
+        if len(set(self._everyone(digest, number, CALLS))) == 1:
+            self._known.add(call)
+            return
+        said = self._everyone(str(call).encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES), number, TEXTS)
+        calls = "; ".join(f"rank {rank} called {each.decode().strip()}" for rank, each in enumerate(said))
+        raise Disagreement(f"ranks disagree: {calls}")
+
+    def _everyone(self, said: bytes, number: int, what: int) -> list[bytes]:
+        """The same number of bytes from every rank."""
+        device = "cuda" if self.kind == "nccl" else "cpu"
+        wires = torch.zeros((self.world, len(said)), dtype=torch.uint8, device=device)
+        wires[self.rank] = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
+        request = AllGather(wires.view(-1), (len(said),) * self.world)
+        self.transport.post(request, tag(0, number, GREETING, what)).wait()
+        return [bytes(row.tolist()) for row in wires.cpu()]
+
+    def _failed(self, error: BaseException, running: Running | None) -> BaseException:
+        """What to tell the user; after anything but a disagreement the group cannot go on."""
+        if isinstance(error, Disagreement):
+            return error
+        self._pool.clear()  # messages may still come into these
+        where = f"{running.job.call} failed on rank {self.rank}: " if running else ""
+        self.broken = f"{where}{error}"
+        if not isinstance(error, CommError):
+            return error
+        self.broken += self._reports(running)
+        return CommError(self.broken)
+
+    def _reports(self, running: Running | None) -> str:
+        """What others say that they were doing, by way of the group's store."""
+        if running is None:
+            return ""
+        found: dict[int, str] = {}
+        with contextlib.suppress(Exception):
+            store = self.group.get_group_store()
+            store.set(f"thinwire/{self.rank}", f"call {running.number}, {running.job.call}")
+            end = time.monotonic() + PATIENCE_S
+            others = set(range(self.world)) - {self.rank}
+            while others - found.keys() and time.monotonic() < end:
+                for rank in sorted(others - found.keys()):
+                    if store.check([f"thinwire/{rank}"]):
+                        found[rank] = store.get(f"thinwire/{rank}").decode()
+                time.sleep(0.05)
+        mine = f"call {running.number}, {running.job.call}"
+        said = [
+            f"rank {rank} was at {'the same' if text == mine else text}"
+            for rank, text in sorted(found.items())
+        ]
+        silent = [str(rank) for rank in range(self.world) if rank not in found and rank != self.rank]
+        if silent:
+            said.append(f"no word from rank {', '.join(silent)}")
+        return f" (this rank was at {mine}; {'; '.join(said)})"
+
+
+class Letter:
+    """A message under way between two ranks."""
+
+    def __init__(self, job: Job, flights: Flights) -> None:
+        self._job, self._flights = job, flights
+        self._done = False
+
+    def wait(self) -> bool:
+        """Until it is sent, or has arrived and is decoded."""
+        while not self._done:
+            try:
+                while self._flights:
+                    self._flights.resume()
+            except CommError as error:
+                raise CommError(f"{self._job.call} failed: {error}") from error
+            if self._job.after is not None:
+                self._job.after()
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has returned."""
+        return self._done
+
+
+_LINES: dict[tuple[dist.ProcessGroup, str], Line] = {}
+
+
+def line(group: dist.ProcessGroup | None, device: torch.device) -> Line:
+    """The line of a group for tensors on a device."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise CommError(
+            "there is no process group; call torch.distributed.init_process_group first, "
+            "for example under torchrun or thinwire lab run"
+        )
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise CommError("this rank is not in the group; only its members may call")
+    kind = _backend(found, device)
+    if (found, kind) not in _LINES:
+        for key in [key for key in _LINES if not _is_alive(key[0])]:
+            del _LINES[key]
+        _LINES[found, kind] = Line(found, kind)
+    return _LINES[found, kind]
+
+
+def checks_every_call() -> bool:
+    """Whether ranks compare every call, not only new ones: `THINWIRE_DEBUG=1`."""
+    return os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    name = group._get_backend(torch.device(device.type)).name().lower()
+    if name not in ("gloo", "nccl"):
+        raise CommError(f"no runtime for the backend '{name}'; use gloo or nccl")
+    return name
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (RuntimeError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _own_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    """Another group of the same ranks, where exchanges are matched by order and must not meet others'."""
+    options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=getattr(options, "_timeout", timedelta(minutes=30)),
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return ""

@@ -1,0 +1,50 @@
+"""A call under way."""
+
+import threading
+from datetime import timedelta
+
+import torch
+
+from thinwire.errors import CommError
+
+
+class Work:
+    """A call under way, like a `torch.distributed.Work`."""
+
+    def __init__(self, result: object, device: torch.device) -> None:
+        devices: list[int | str | torch.device] = [device] if device.type == "cuda" else []
+        self._future: torch.futures.Future[object] = torch.futures.Future(devices=devices)
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._result = result
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Until the result is there; for CUDA tensors, until the current stream may use it."""
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not self._done.wait(seconds):
+            raise CommError(f"not done within {seconds:g} s; it goes on, and can be waited for again")
+        if self._error is not None:
+            raise self._error
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once it is completed."""
+        return self._error
+
+    def get_future(self) -> "torch.futures.Future[object]":
+        """A future of the result, for hooks and `then`."""
+        return self._future
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Tell everyone who waits."""
+        self._error = error
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(error)
+        self._done.set()

@@ -1,0 +1,183 @@
+"""Collective algorithms, each written once, as a generator that asks for exchanges.
+
+A schedule is named by a spec: its name and, for some, an option.
+
+| spec | option |
+|---|---|
+| `native`, `one_shot`, `two_shot`, `ring`, `tree`, `sparse` | none |
+| `hierarchical`, `hierarchical/8`, `hierarchical/8:bf16` | ranks of a node, the codec inside it |
+| `sparse_levels/8` | the same for sparse codecs |
+| `low_rank/4` | the rank of the approximation |
+| `accumulate/sequential`, `/ring`, `/tree`, `/16`, each with `+kahan` | order of the additions |
+
+    >>> from thinwire import schedules
+    >>> schedules.get("hierarchical/8").inside
+    8
+    >>> schedules.get("native").refuses(codecs.get("int8/256"))
+    'the network cannot add int8/256 wires'
+"""
+
+import difflib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from thinwire import codecs
+from thinwire.codecs import Block, Codec
+from thinwire.errors import ScheduleError
+from thinwire.schedules import accumulate as _accumulate
+from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
+from thinwire.schedules.levels import hierarchical
+from thinwire.schedules.low_rank import low_rank
+from thinwire.schedules.reduce import native, one_shot, ring, tree, two_shot
+from thinwire.schedules.seat import Buffers, Cut, Seat
+from thinwire.schedules.traits import is_bound, is_cast, is_sparse
+
+__all__ = [
+    "SCHEDULES",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Buffers",
+    "Cut",
+    "Exchanges",
+    "Request",
+    "Schedule",
+    "Seat",
+    "SendRecv",
+    "get",
+]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to all-reduce, ready to be run."""
+
+    spec: str
+    steps: Callable[[Tensor, Seat], Exchanges]
+    refuses: Callable[[Codec], str]  #: why it cannot serve a codec; "" if it can
+    inside: int = 1  #: ranks of a node; 0: as many as are found
+    adds: bool = False  #: whether the network adds, so that results depend on its order
+    whole: bool = False  #: whether it needs the tensor in one piece
+
+
+def _any(codec: Codec) -> str:
+    del codec
+    return ""
+
+
+def _in_parts(codec: Codec) -> str:
+    return f"{codec.spec} is for a whole tensor and cannot be cut into shards" if is_bound(codec) else ""
+
+
+def _summed(codec: Codec) -> str:
+    return "" if is_cast(codec) else f"the network cannot add {codec.name} wires"
+
+
+def _sparse(codec: Codec) -> str:
+    return "" if is_sparse(codec) else f"{codec.spec} is not sparse"
+
+
+def _sparse_in_parts(codec: Codec) -> str:
+    return _sparse(codec) or _in_parts(codec)
+
+
+def _narrow(codec: Codec) -> str:
+    shared = isinstance(codec, Block) and codec.block is None and codec.scaling.margin == "world"
+    if shared or is_cast(codec):
+        return ""
+    return f"{codec.spec} has no scale that leaves room for a sum over all ranks"
+
+
+def _levels(option: str, refuses: Callable[[Codec], str], name: str) -> Schedule:
+    count, _, light = option.partition(":")
+    inside = _number(count, name) if count else 0
+    codec = codecs.get(light or "fp32")
+    if codec.needs_rng or codec.feedback or codec.agreement(1):
+        raise ScheduleError(f"{name}: {codec.spec} cannot be used inside a node; use fp32, bf16 or int8/256")
+    spec = name + (f"/{option}" if option else "")
+    return Schedule(spec, partial(hierarchical, light=codec), refuses, inside)
+
+
+def _make_low_rank(option: str) -> Schedule:
+    rank = _number(option or "1", "low_rank")
+    return Schedule(f"low_rank/{rank}", partial(low_rank, rank=rank), _summed, adds=True, whole=True)
+
+
+def _make_accumulate(option: str) -> Schedule:
+    order, plus, how = option.partition("+")
+    if plus and how != "kahan":
+        raise ScheduleError(f"accumulate knows '+kahan', not '+{how}'")
+    known = order in _accumulate.ORDERS
+    if not known and not order.isdecimal():
+        raise ScheduleError(
+            f"accumulate/{order}: the order of additions is one of {', '.join(_accumulate.ORDERS)} "
+            "or a number of ranks in a group, such as accumulate/16"
+        )
+    steps = partial(
+        _accumulate.accumulate, order=order if known else _number(order, "accumulate"), kahan=bool(plus)
+    )
+    return Schedule(f"accumulate/{option}", steps, _narrow, whole=order == "ring")
+
+
+def _number(text: str, name: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ScheduleError(f"{name}/{text}: expected a number from 1 on, such as {name}/4")
+    return int(text)
+
+
+def _plain(schedule: Schedule) -> Callable[[str], Schedule]:
+    def make(option: str) -> Schedule:
+        if option:
+            raise ScheduleError(f"{schedule.spec} takes no option, not '/{option}'")
+        return schedule
+
+    return make
+
+
+_MAKERS: dict[str, Callable[[str], Schedule]] = {
+    "native": _plain(Schedule("native", native, _summed, adds=True)),
+    "one_shot": _plain(Schedule("one_shot", one_shot, _any)),
+    "two_shot": _plain(Schedule("two_shot", two_shot, _in_parts)),
+    "ring": _plain(Schedule("ring", ring, _in_parts)),
+    "tree": _plain(Schedule("tree", tree, _any)),
+    "hierarchical": partial(_levels, refuses=_in_parts, name="hierarchical"),
+    "sparse": _plain(Schedule("sparse", one_shot, _sparse)),
+    "sparse_levels": partial(_levels, refuses=_sparse_in_parts, name="sparse_levels"),
+    "low_rank": _make_low_rank,
+    "accumulate": _make_accumulate,
+}
+
+
+@functools.cache
+def _made(spec: str) -> Schedule:
+    name, _, option = spec.partition("/")
+    if name not in _MAKERS:
+        near = difflib.get_close_matches(name, _MAKERS, 1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ScheduleError(f"no schedule is called '{name}'{hint} There are: auto, {', '.join(_MAKERS)}")
+    return _MAKERS[name](option)
+
+
+def get(spec: str | Schedule, codec: Codec | None = None) -> Schedule:
+    """The schedule of a spec; with a codec, one that can serve it."""
+    schedule = spec if isinstance(spec, Schedule) else _made(spec.strip())
+    why = schedule.refuses(codec) if codec is not None else ""
+    if why and codec is not None:
+        can = [name for name, each in SCHEDULES.items() if not each.refuses(codec)]
+        raise ScheduleError(f"{schedule.spec} cannot serve {codec.spec}: {why}. These can: {', '.join(can)}")
+    return schedule
+
+
+#: One of each kind: what listings, tests and benchmarks go over.
+SCHEDULES: dict[str, Schedule] = {
+    spec: _made(spec)
+    for spec in (
+        "native", "one_shot", "two_shot", "ring", "tree", "hierarchical/2", "hierarchical/2:bf16", "sparse",
+        "sparse_levels/2", "low_rank/2", "accumulate/sequential", "accumulate/sequential+kahan",
+        "accumulate/ring", "accumulate/tree", "accumulate/2",
+    )
+}  # fmt: skip

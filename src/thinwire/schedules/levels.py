@@ -1,0 +1,59 @@
+"""Two levels: fast links inside a node, slow ones between nodes.
+
+Ranks of a node follow one another (`inside` of them). Inside, vectors are added up as they are or lightly
+encoded; only sums of whole nodes cross the slow links, encoded. Rank i of every node talks to rank i of
+the others, so all of them share the work.
+
+For sparse codecs the exchange between nodes is a `one_shot`: dense inside, top-k between, as in the two-level
+sparse all-reduce of Shi et al. (2020). So it is between two nodes, where it costs no more than `two_shot`.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.schedules.exchange import AllGather, AllToAll, Exchanges, among
+from thinwire.schedules.reduce import one_shot, two_shot
+from thinwire.schedules.seat import Cut, Seat
+from thinwire.schedules.traits import is_sparse
+
+
+def hierarchical(x: Tensor, seat: Seat, light: Codec) -> Exchanges:
+    """Reduce-scatter inside the node, all-reduce between nodes, all-gather inside the node."""
+    node, place = divmod(seat.rank, seat.inside)
+    cut = Cut(light, x.numel(), seat.inside, seat.codec.grain or 1)
+    near = range(node * seat.inside, (node + 1) * seat.inside)
+    wires = seat.buffer("near", cut.nbytes, x)
+    received = seat.buffer("from near", (seat.inside, cut.sizes[place]), x)
+    _encode_shards(light, x, cut, wires)
+    yield AllToAll(wires, cut.sizes, received, near)
+    shard = seat.buffer("shard", cut.numels[place], x, torch.float32)
+    if shard.numel():
+        light.decode(received[0], shard.numel(), out=shard)
+        for wire in received[1:]:
+            light.decode_add(wire, shard)
+    yield from _between(shard, seat, place, cut.start(place))
+    if shard.numel():
+        light.encode(shard, out=cut.wire_of(wires, place))
+    yield AllGather(wires, cut.sizes, near)
+    for rank, numel in enumerate(cut.numels):
+        if numel:
+            light.decode(cut.wire_of(wires, rank), numel, out=cut.of(x, rank))
+
+
+def _between(shard: Tensor, seat: Seat, place: int, start: int) -> Exchanges:
+    """The same place of every node."""
+    nodes = seat.world // seat.inside
+    far = replace(seat, rank=seat.rank // seat.inside, world=nodes, name=f"{seat.name}/far", inside=1)
+    if seat.shared is not None and seat.shared.shape[-1] > 1:
+        far = replace(far, shared=seat.shared[start // seat.codec.grain :])
+    schedule = one_shot if is_sparse(seat.codec) or nodes == 2 else two_shot
+    yield from among(schedule(shard, far), range(place, seat.world, seat.inside))
+
+
+def _encode_shards(light: Codec, x: Tensor, cut: Cut, wires: Tensor) -> None:
+    for rank, numel in enumerate(cut.numels):
+        if numel:
+            light.encode(cut.of(x, rank), out=cut.wire_of(wires, rank))

@@ -1,0 +1,116 @@
+"""All-reduce: every rank ends with the same sum, or mean, of all vectors.
+
+What each costs, for a wire of b bytes (of the whole vector) and a world of N ranks:
+
+| schedule | bytes sent by a rank | exchanges | roundings of a value |
+|---|---|---|---|
+| `native` | what the network does | 1 | those of the network's sums |
+| `one_shot` | (N - 1) b | 1 | 1 |
+| `two_shot` | 2 (N - 1) / N b | 2 | 2 |
+| `ring` | 2 (N - 1) / N b | 2 (N - 1) | N |
+| `tree` | at most log2(N) b | 2 log2(N) | 1 + log2(N) |
+
+A schedule takes this rank's vector, float32 and flat, and replaces it by the result. Replicas stay equal
+because everyone, owners included, decodes the same bytes in the same order.
+"""
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Cast
+from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, SendRecv
+from thinwire.schedules.seat import Seat
+
+
+def native(x: Tensor, seat: Seat) -> Exchanges:
+    """The network adds; a mean of 16-bit numbers is divided first, so that the sum does not overflow."""
+    codec = seat.codec
+    assert isinstance(codec, Cast)
+    if codec.torch_dtype == torch.float32:
+        yield AllReduce(x)
+        if seat.weight != 1:
+            x *= seat.weight
+        return
+    values = seat.buffer("values", x.numel(), x, codec.torch_dtype)
+    torch.mul(x, seat.weight, out=values)
+    yield AllReduce(values)
+    x.copy_(values)
+
+
+def one_shot(x: Tensor, seat: Seat) -> Exchanges:
+    """Everyone sends all of it to everyone, and adds up what came: QSGD's own algorithm."""
+    nbytes = seat.codec.nbytes(x.numel())
+    wires = seat.buffer("wires", (seat.world, nbytes), x)
+    seat.encode(x, "sent", wires[seat.rank])
+    yield AllGather(wires.view(-1), (nbytes,) * seat.world)
+    seat.add_up(wires, seat.weight, x)
+
+
+def two_shot(x: Tensor, seat: Seat) -> Exchanges:
+    """Every rank adds up its own shard, encodes the sum and sends that: reduce-scatter, then all-gather.
+
+    CNTK calls it reduce and broadcast. With feedback the owner keeps a residual of its own.
+    """
+    cut = seat.cut(x.numel())
+    wires = seat.buffer("wires", cut.nbytes, x)
+    received = seat.buffer("received", (seat.world, cut.sizes[seat.rank]), x)
+    seat.encode_shards(x, cut, "sent", wires)
+    yield AllToAll(wires, cut.sizes, received)
+    own, numel = cut.wire_of(wires, seat.rank), cut.numels[seat.rank]
+    if numel:
+        seat.reduce_encode(received, numel, "reduced", own, cut.start(seat.rank))
+    yield AllGather(wires, cut.sizes)
+    seat.decode_shards(wires, cut, seat.late, x)
+
+
+def ring(x: Tensor, seat: Seat) -> Exchanges:
+    """Sums travel around and are encoded again at every hop; then the finished shards travel around."""
+    cut, rank, world = seat.cut(x.numel()), seat.rank, seat.world
+    right, left = (rank + 1) % world, (rank - 1) % world
+    if seat.early != 1:
+        x *= seat.early
+    for hop in range(world - 1):
+        going, coming = (rank - hop) % world, (rank - hop - 1) % world
+        wire = seat.buffer("going", cut.sizes[going], x)
+        got = seat.buffer("coming", cut.sizes[coming], x)
+        if cut.numels[going]:
+            seat.encode(cut.of(x, going), f"hop{hop}", wire, cut.start(going))
+        yield SendRecv(wire, right, got, left)
+        if cut.numels[coming]:
+            seat.codec.decode_add(got, cut.of(x, coming))
+    own = (rank + 1) % world
+    wires = seat.buffer("wires", cut.nbytes, x)
+    if cut.numels[own]:
+        seat.encode(cut.of(x, own), "reduced", cut.wire_of(wires, own), cut.start(own))
+    for hop in range(world - 1):
+        going, coming = (own - hop) % world, (own - hop - 1) % world
+        yield SendRecv(cut.wire_of(wires, going), right, cut.wire_of(wires, coming), left)
+    seat.decode_shards(wires, cut, seat.late, x)
+
+
+def tree(x: Tensor, seat: Seat) -> Exchanges:
+    """Sums climb a binomial tree to rank 0, encoded at every step; the result comes down unchanged."""
+    rank, world, numel = seat.rank, seat.world, x.numel()
+    wire = seat.buffer("wire", seat.codec.nbytes(numel), x)
+    if seat.early != 1:
+        x *= seat.early
+    steps = [1 << level for level in range((world - 1).bit_length())]
+    for step in steps:
+        if rank % (2 * step) == step:
+            seat.encode(x, "up", wire)
+            yield SendRecv(wire, rank - step)
+        elif rank % (2 * step) == 0 and rank + step < world:
+            yield SendRecv(out=wire, source=rank + step)
+            seat.codec.decode_add(wire, x)
+        else:
+            yield SendRecv()
+    if rank == 0:
+        seat.encode(x, "reduced", wire)
+    for step in reversed(steps):
+        if rank % (2 * step) == 0 and rank + step < world:
+            yield SendRecv(wire, rank + step)
+        elif rank % (2 * step) == step:
+            yield SendRecv(out=wire, source=rank - step)
+        else:
+            yield SendRecv()
+    seat.codec.decode(wire, numel, weight=seat.late, out=x)

@@ -1,0 +1,227 @@
+"""What a rank holds while it takes part in a schedule: its place, its channel, its buffers.
+
+`Cut` says how a vector falls into shards, one for each rank: whole grains of the codec (so that no block
+is torn), as even as that allows. The last shards may be shorter, or empty.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.channel import Channel
+from thinwire.codecs import Codec
+from thinwire.rounding import Stream
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A vector of `numel` elements in `world` shards.
+
+    >>> from thinwire import codecs
+    >>> Cut(codecs.get("int8/256"), 1000, 3).numels
+    (512, 488, 0)
+    """
+
+    codec: Codec
+    numel: int
+    world: int
+    multiple: int = 1  #: of which shards are, besides the codec's grain
+
+    @functools.cached_property
+    def shard(self) -> int:
+        """Elements of a full shard."""
+        grain = math.lcm(self.codec.grain or 1, self.multiple)
+        return -(-self.numel // (self.world * grain)) * grain
+
+    @functools.cached_property
+    def numels(self) -> tuple[int, ...]:
+        return self._spread(self.shard, self.tail)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of every shard's wire."""
+        return self._spread(self._nbytes(self.shard), self._nbytes(self.tail))
+
+    @functools.cached_property
+    def full(self) -> int:
+        """How many shards are full."""
+        return self.numel // self.shard if self.shard else 0
+
+    @property
+    def tail(self) -> int:
+        """Elements of the shard after the full ones."""
+        return self.numel - self.full * self.shard
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return self.full * self._nbytes(self.shard) + self._nbytes(self.tail)
+
+    def start(self, rank: int) -> int:
+        return min(rank * self.shard, self.numel)
+
+    def wire_start(self, rank: int) -> int:
+        return min(rank * self._nbytes(self.shard), self.nbytes)
+
+    def of(self, x: Tensor, rank: int) -> Tensor:
+        """A rank's shard of a vector."""
+        return x[self.start(rank) : self.start(rank + 1)]
+
+    def wire_of(self, wires: Tensor, rank: int) -> Tensor:
+        return wires[self.wire_start(rank) : self.wire_start(rank) + self.sizes[rank]]
+
+    def _nbytes(self, numel: int) -> int:
+        return self.codec.nbytes(numel) if numel else 0
+
+    def _spread(self, full: int, tail: int) -> tuple[int, ...]:
+        rest = self.world - self.full
+        return (full,) * self.full + ((tail,) + (0,) * (rest - 1) if rest else ())
+
+
+class Buffers:
+    """Memory by name, kept from one run to the next."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._parts: dict[int, Buffers] = {}
+
+    def part(self, number: int) -> "Buffers":
+        """Other memory, for the next tensor of a bucket."""
+        return self if not number else self._parts.setdefault(number, Buffers())
+
+    def take(
+        self, name: str, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A tensor with anything in it; the same memory each time the name is asked for."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        numel = math.prod(shape)
+        held = self._held.get((name, dtype, device))
+        if held is None or held.numel() < numel:
+            held = torch.empty(numel, dtype=dtype, device=device)
+            self._held[name, dtype, device] = held
+        return held[:numel].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything held."""
+        held: list[Tensor | Buffers] = [*self._held.values(), *self._parts.values()]
+        return sum(each.nbytes for each in held)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in a schedule.
+
+    `weight` is what the sum is multiplied by: 1, or 1 / world for a mean. `shared` are the integers that all
+    ranks have agreed on (see `Codec.summary`), where the codec asks for any.
+    """
+
+    rank: int
+    world: int
+    channel: Channel
+    name: str = "tensor"  #: under which residuals are kept and random numbers drawn
+    weight: float = 1.0
+    rng: Stream | None = None
+    shared: Tensor | None = None
+    inside: int = 1  #: ranks of a node, which follow one another
+    shape: tuple[int, ...] = ()  #: of the tensor, for schedules that see a matrix in it
+    buffers: Buffers = field(default_factory=Buffers)
+
+    @property
+    def codec(self) -> Codec:
+        codec = self.channel.codec
+        assert isinstance(codec, Codec)
+        return codec
+
+    @property
+    def early(self) -> float:
+        """The part of the weight that goes in before anything is encoded again.
+
+        A shared scale leaves room for the sum, so there the mean is taken at the very end.
+        """
+        return 1.0 if self.shared is not None else self.weight
+
+    @property
+    def late(self) -> float:
+        return self.weight if self.shared is not None else 1.0
+
+    def cut(self, numel: int) -> Cut:
+        return Cut(self.codec, numel, self.world)
+
+    def buffer(
+        self,
+        name: str,
+        shape: int | tuple[int, ...],
+        like: Tensor,
+        dtype: torch.dtype = torch.uint8,
+    ) -> Tensor:
+        """Room for a wire (or for numbers of another dtype), where `like` is."""
+        return self.buffers.take(name, shape, dtype, like.device)
+
+    def stream(self, stage: str) -> Stream | None:
+        """Random numbers for one stage of the schedule on this rank."""
+        if not self.codec.needs_rng:
+            return None
+        assert self.rng is not None
+        return replace(self.rng, tensor=f"{self.name}/{stage}", rank=self.rng.rank)
+
+    def encode(self, x: Tensor, stage: str, out: Tensor, start: int = 0) -> Tensor:
+        """A vector to bytes; `start` is where it begins in what the agreement was about."""
+        shared = self._shared(x, start)
+        return self.channel.encode(x, f"{self.name}/{stage}", self.stream(stage), shared=shared, out=out)
+
+    def encode_shards(self, x: Tensor, cut: Cut, stage: str, out: Tensor) -> Tensor:
+        """All shards of a vector, each a wire of its own, one after another."""
+        for where, numel, at, nbytes, rows in _parts(cut):
+            values = x[where : where + rows * numel].view(rows, numel)
+            wire = out[at : at + rows * nbytes].view(rows, nbytes)
+            slot = f"{stage}/tail" if where == cut.full * cut.shard else stage
+            shared = self._shared(values, where)
+            self.channel.encode(values, f"{self.name}/{slot}", self.stream(slot), shared=shared, out=wire)
+        return out
+
+    def decode_shards(self, wires: Tensor, cut: Cut, weight: float, out: Tensor) -> None:
+        """The way back."""
+        for where, numel, at, nbytes, rows in _parts(cut):
+            wire = wires[at : at + rows * nbytes].view(rows, nbytes)
+            values = out[where : where + rows * numel].view(rows, numel)
+            self.codec.decode(wire, numel, weight=weight, out=values)
+
+    def add_up(self, wires: Tensor, weight: float, out: Tensor) -> None:
+        """The weighted sum of wires [world, nbytes], in the order of ranks, whatever is in `out`."""
+        self.codec.decode(wires[0], out.shape[-1], weight=weight, out=out)
+        for wire in wires[1:]:
+            self.codec.decode_add(wire, out, weight)
+
+    def reduce_encode(self, wires: Tensor, numel: int, stage: str, out: Tensor, start: int = 0) -> Tensor:
+        """Wires [world, nbytes] to the wire of their sum."""
+        if not self.codec.feedback and self.shared is None:
+            rng = self.stream(stage)
+            return self.codec.reduce_encode(wires, numel, rng, weight=self.early, out=out)
+        total = self.buffer("total", numel, wires, torch.float32)
+        self.add_up(wires, self.early, total)
+        return self.encode(total, stage, out, start)
+
+    def _shared(self, x: Tensor, start: int) -> Tensor | None:
+        """The agreed integers of a vector, or of rows that follow one another."""
+        if self.shared is None:
+            return None
+        rows, numel = (1, x.shape[0]) if x.dim() == 1 else x.shape
+        count = self.codec.agreement(numel)
+        whole = self.shared.shape[-1] == 1
+        first = 0 if whole else start // self.codec.grain
+        found = self.shared.expand(rows, 1) if whole else self.shared[first : first + rows * count]
+        return found.reshape(*x.shape[:-1], count)
+
+
+def _parts(cut: Cut) -> Iterator[tuple[int, int, int, int, int]]:
+    """Shards of one size: first element, elements, first byte, bytes, and how many there are."""
+    if cut.full:
+        yield 0, cut.shard, 0, cut.sizes[0], cut.full
+    if cut.tail:
+        yield cut.full * cut.shard, cut.tail, cut.wire_start(cut.full), cut.sizes[cut.full], 1
