@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire import __version__
-from thinwire.cli import bench, codecs, formats
+from thinwire.cli import bench, codecs, formats, lab
 from thinwire.cli.output import Json, print_json, print_table
 from thinwire.errors import ThinwireError
 
@@ -17,6 +17,7 @@ app.add_typer(formats.app, name="formats")
 app.add_typer(codecs.app, name="codecs")
 app.command("bytes")(codecs.print_bytes)
 app.add_typer(bench.app, name="bench")
+app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The verbs of `thinwire bench`."""
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -48,8 +48,36 @@ def bench_codecs(
     _report(codecs, "codecs", (device, numel, specs), save, commit, as_json)
 
 
+@app.command("collectives")
+def bench_collectives(
+    device: Device = "cpu",
+    hosts: Annotated[int | None, typer.Option(help="Hosts; with --link, only this place.", min=1)] = None,
+    link: Annotated[str | None, typer.Option(help="A rate such as 1gbit, or loopback.")] = None,
+    specs: Annotated[
+        list[str] | None, typer.Option("--codec", help="Only these codecs; any spec, or spec@schedule.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="For each place.")] = 20.0,
+    save: Save = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """Collectives between throttled hosts, beside torch's own; about eight minutes, needs root for links."""
+    from functools import partial
+
+    from thinwire.bench import collectives
+
+    places = [(hosts or 2, link or "1gbit")] if hosts or link else None
+    bench = SimpleNamespace(run=partial(collectives.run, seconds=seconds), tables=collectives.tables)
+    _report(bench, "collectives", (device, places, specs), save, commit, as_json)
+
+
 def _report(
-    bench: ModuleType, name: str, what: tuple[Any, ...], save: Path | None, commit: str | None, as_json: bool
+    bench: ModuleType | SimpleNamespace,
+    name: str,
+    what: tuple[Any, ...],
+    save: Path | None,
+    commit: str | None,
+    as_json: bool,
 ) -> None:
     from rich.console import Console
 

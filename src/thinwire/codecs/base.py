@@ -108,10 +108,7 @@ class Codec(abc.ABC):
 
     @property
     def grain(self) -> int:
-        """How many neighbours are encoded together, whatever lies around them; 0: all of the vector.
-
-        A vector cut at multiples of this gives the same numbers as a whole (random ones aside).
-        """
+        """How many neighbours are encoded together, so that a vector may be cut there; 0: all of it."""
         return 0
 
     def for_shape(self: Self, shape: Sequence[int]) -> Self:  # noqa: ARG002

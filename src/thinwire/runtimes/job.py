@@ -19,7 +19,7 @@ from thinwire.codecs import Codec
 from thinwire.schedules import Buffers, Exchanges, Request, Schedule, Seat
 from thinwire.schedules.fuse import agree, fused
 
-PIECE = 1 << 18  #: elements that travel together
+PIECE = 1 << 19  #: elements that travel together
 WINDOW = 4  #: pieces in flight
 AGREEMENT = 126  #: the number of the piece in which ranks agree on scales
 
@@ -84,7 +84,7 @@ def spans(
     >>> list(spans([10, 20], [int8, int8], schedules.get("two_shot")))
     [[Span(tensor=0, start=0, stop=10), Span(tensor=1, start=0, stop=20)]]
     >>> [len(group) for group in spans([1_000_000], [int8], schedules.get("two_shot"))]
-    [1, 1, 1, 1]
+    [1, 1]
     """
     small: list[Span] = []
     for i, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):

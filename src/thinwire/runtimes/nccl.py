@@ -61,7 +61,10 @@ class Nccl:
         even = min(request.sizes) == largest
         own = parts[rank] if even else _padded(parts[rank], largest)
         came = request.wires if even else request.wires.new_empty(largest * group.size())
-        work = dist.all_gather_into_tensor(came, own.clone() if even else own, group=group, async_op=True)
+        gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # its name before 2.13
+        work = gather(came, own.clone() if even else own, group=group, async_op=True)
         if even:
             return Works([work])
         rows = came.view(group.size(), largest)

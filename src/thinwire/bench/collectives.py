@@ -1,0 +1,122 @@
+"""How fast collectives run between emulated hosts, beside torch's own, as ratios taken in one run.
+
+Hosts are network namespaces with throttled links (see `thinwire.lab`), or plain processes on loopback. On a
+machine with few cores the hosts share them, so that fast links measure computing rather than the network.
+
+Columns are those of nccl-tests: algbw is bytes of the tensor over time, busbw that times 2 (N - 1) / N,
+which is what a ring would put on every link.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.bench import machine
+from thinwire.bench.formats import Progress, Table
+from thinwire.errors import LabError
+from thinwire.lab import Lab
+
+LOOPBACK = "loopback"
+SPECS = ("fp16", "int8/256", "e4m3fn/128", "int4/128", "onebit/512", "aps/e5m2", "topk/0.01")
+CORE_NUMEL = 6_250_000  # 25 MB of float32
+SIZES = (256, 4096, 65_536, 1 << 20, CORE_NUMEL, 25_000_000, 100_000_000)
+PLACES = (
+    (2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (4, "1gbit"), (2, "10gbit"), (2, LOOPBACK),
+)  # fmt: skip
+WORLDS = (2, 4, 8)
+TIMEOUT_S = 900.0
+
+
+def run(
+    device: str = "cpu",
+    places: Sequence[tuple[int, str]] | None = None,
+    specs: Sequence[str] | None = None,
+    progress: Progress = lambda _: None,
+    *,
+    sizes: Sequence[int] | None = None,
+    seconds: float = 20.0,
+) -> dict[str, Any]:
+    """Measure every place: 25 MB with all codecs, then sizes from 1 KB to 400 MB on loopback."""
+    rows: list[dict[str, Any]] = []
+    if device != "cpu":
+        machine.default_numel(device)  # it must be there
+        progress("2 ranks on one GPU")
+        rows = measure(2, LOOPBACK, [CORE_NUMEL, 100_000_000], specs or SPECS, seconds, device=device)
+        return machine.record({"device": device, "rows": rows, "absent": {"NCCL": "needs two GPUs"}})
+    for hosts, link in places or PLACES:
+        progress(f"{hosts} hosts, {link}")
+        rows += measure(hosts, link, [CORE_NUMEL], specs or SPECS, seconds, hooks=[CORE_NUMEL])
+    for world in WORLDS if places is None else ():
+        progress(f"sizes on loopback, {world} ranks")
+        rows += measure(world, LOOPBACK, sizes or SIZES, ["int8/256"], seconds / 4)
+    return machine.record({"device": device, "rows": rows, "absent": {}})
+
+
+def measure(
+    hosts: int,
+    link: str,
+    numels: Sequence[int],
+    specs: Sequence[str],
+    seconds: float,
+    hooks: Sequence[int] = (),
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """One lab, one run of all ranks."""
+    task = {
+        "numels": list(numels),
+        "specs": list(specs),
+        "seconds": seconds,
+        "hooks": list(hooks),
+        "device": device,
+        "stages": [CORE_NUMEL, 100_000_000] if device == "cuda" else [],
+    }
+    loopback = link == LOOPBACK
+    command = [sys.executable, "-m", "thinwire.bench.collective_worker", json.dumps(task)]
+    with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback) as lab:
+        done = lab.run(command, timeout_s=TIMEOUT_S, echo=False)
+    if not done.ok:
+        raise LabError(f"{hosts} hosts on {link}: a rank failed:\n{done.outputs[0][-2000:]}")
+    line = next(line for line in done.outputs[0].splitlines() if line.startswith("RESULT "))
+    return [{"link": link, **row} for row in json.loads(line.removeprefix("RESULT "))]
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """One table for each place, and one of sizes."""
+    found: list[Table] = []
+    header = ("method", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32", "error")
+    core = [
+        row
+        for row in result["rows"]
+        if row["schedule"] != "stages" and (row["numel"] == CORE_NUMEL or row["schedule"] == "hook")
+    ]
+    for link, world in dict.fromkeys((row["link"], row["world"]) for row in core):
+        chosen = [row for row in core if (row["link"], row["world"]) == (link, world)]
+        rows = [_cells(row) for row in {row["method"]: row for row in reversed(chosen)}.values()][::-1]
+        found.append((f"25 MB of float32, {world} hosts, {link}", header, rows))
+    sized = [row for row in result["rows"] if row["method"] == "int8/256" and row["link"] == LOOPBACK]
+    if len(sized) > 1:
+        header = ("KB", "ranks", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32")
+        rows = [
+            (f"{row['numel'] * 4 / 1000:,.0f}", row["world"], row["schedule"], *_speed(row)) for row in sized
+        ]
+        found.append(("int8/256 by size on loopback", header, rows))
+    stages = [row for row in result["rows"] if row["schedule"] == "stages"]
+    for numel in dict.fromkeys(row["numel"] for row in stages):
+        chosen = [row for row in stages if row["numel"] == numel]
+        columns = ("codec", *(f"{name} ms" for name in chosen[0]["stages_s"]))
+        cells = [(row["method"], *(f"{s * 1e3:.3f}" for s in row["stages_s"].values())) for row in chosen]
+        found.append((f"stages of {4 * numel / 1e6:,.0f} MB on the GPU", columns, cells))
+    return found
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    error = f"{row['error']:.2g}" if "error" in row else ""
+    return (row["method"], row["schedule"], *_speed(row), error)
+
+
+def _speed(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    bandwidths = [
+        f"{row[key] / 1e6:.1f}" if key in row else "" for key in ("algbw_bytes_per_s", "busbw_bytes_per_s")
+    ]
+    return f"{row['seconds'] * 1e3:.2f}", bandwidths[0], bandwidths[1], f"{row['ratio_to_fp32']:.2f}"

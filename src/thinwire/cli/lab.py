@@ -1,0 +1,168 @@
+"""The verbs of `thinwire lab`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from thinwire.cli.output import Json, print_json, print_table
+
+app = typer.Typer(help="Emulated hosts on this machine, with links as slow as you say.", no_args_is_help=True)
+
+TIMED_OUT = 124
+HELD = 0.9
+
+Hosts = Annotated[int | None, typer.Option(help="Hosts, one rank each, on one switch.")]
+LinkRate = Annotated[str | None, typer.Option("--link", help="Each host's link: 800kbit, 100mbit, 2.5gbit.")]
+Nodes = Annotated[int | None, typer.Option(help="Two levels: nodes.")]
+PerNode = Annotated[int | None, typer.Option(help="Two levels: ranks in each node.")]
+Inside = Annotated[str | None, typer.Option(help="Two levels: each rank's link inside its node.")]
+Between = Annotated[str | None, typer.Option(help="Two levels: each node's link, which its ranks share.")]
+Burst = Annotated[
+    str | None, typer.Option(help="Bytes an idle link lets through at once: 64k; by default 0.5 ms' worth.")
+]
+Loopback = Annotated[
+    bool, typer.Option("--loopback", help="No root, no namespaces: plain processes, not throttled.")
+]
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def lab_run(  # noqa: PLR0913
+    command: Annotated[list[str], typer.Argument(help="What every rank runs, after --.")],
+    hosts: Hosts = None,
+    link: LinkRate = None,
+    nodes: Nodes = None,
+    per_node: PerNode = None,
+    inside: Inside = None,
+    between: Between = None,
+    burst: Burst = None,
+    loopback: Loopback = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which all is ended.", min=0)] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a command on every rank, as torchrun would, and say what went over each host's link."""
+    from thinwire.lab import Lab
+
+    lab = Lab(
+        hosts,
+        link,
+        nodes=nodes,
+        per_node=per_node,
+        inside=inside,
+        between=between,
+        burst=burst,
+        loopback=loopback,
+    )
+    with lab:
+        done = lab.run(command, timeout_s=timeout, echo=not as_json)
+    found = done.describe()
+    if as_json:
+        print_json(found)
+    else:
+        _print_run(found, timeout)
+    if not done.ok:
+        raise typer.Exit(TIMED_OUT if done.timed_out else _first_failure(done.returncodes))
+
+
+def _first_failure(returncodes: tuple[int, ...]) -> int:
+    """The exit status a shell would give: that of a rank that failed by itself rather than by our signal."""
+    failed = sorted((code for code in returncodes if code), key=lambda code: code < 0)
+    return failed[0] if failed[0] > 0 else 128 - failed[0]
+
+
+def _print_run(found: dict[str, Any], timeout: float | None) -> None:
+    ended = f"ended after {timeout} s: time is up" if found["timed_out"] else f"{found['seconds']:.2f} s"
+    typer.secho(f"{found['topology']}: {ended}", bold=True)
+    if found["counters"] is None:
+        print_table("", ("rank", "exit"), list(enumerate(found["returncodes"])), right=(1,))
+        return
+    header = ("link of", "exit", "bytes sent", "received", "frames sent", "received", "dropped")
+    codes, counted = found["returncodes"], found["counters"]
+    rows = [_row(f"rank {rank}", codes[rank], each) for rank, each in enumerate(counted)]
+    rows += [_row(f"node {node}", "", each) for node, each in enumerate(found["node_counters"] or ())]
+    print_table("", header, rows, right=tuple(range(1, len(header))))
+    typer.echo("counted by the kernel at the ends of each link, headers included")
+
+
+def _row(whose: str, code: int | str, each: dict[str, int]) -> tuple[str, ...]:
+    counted = (
+        "sent_framed_nbytes",
+        "received_framed_nbytes",
+        "sent_frames",
+        "received_frames",
+        "dropped_frames",
+    )
+    return (whose, str(code), *(f"{each[name]:,}" for name in counted))
+
+
+@app.command("check")
+def lab_check(  # noqa: PLR0913
+    hosts: Hosts = None,
+    link: LinkRate = None,
+    nodes: Nodes = None,
+    per_node: PerNode = None,
+    inside: Inside = None,
+    between: Between = None,
+    burst: Burst = None,
+    loopback: Loopback = False,
+    seconds: Annotated[float, typer.Option(help="For each direction of each link.", min=0.1)] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Measure the links with plain TCP: is the nominal rate held?"""
+    from thinwire.lab import Lab
+    from thinwire.lab.probe import check
+
+    if hosts is None and nodes is None:
+        hosts = 2
+    lab = Lab(
+        hosts,
+        link,
+        nodes=nodes,
+        per_node=per_node,
+        inside=inside,
+        between=between,
+        burst=burst,
+        loopback=loopback,
+    )
+    with lab:
+        rows = check(lab, seconds)
+    held = all(row["share"] is None or row["share"] >= HELD for row in rows)
+    if as_json:
+        print_json({**lab.topology.describe(), "held": held, "links": rows})
+    else:
+        _print_check(str(lab), rows, held)
+    if not held:
+        raise typer.Exit(1)
+
+
+def _print_check(title: str, rows: list[dict[str, Any]], held: bool) -> None:
+    typer.secho(title, bold=True)
+    header = ("from rank", "to rank", "nominal Mbit/s", "payload Mbit/s", "share")
+    cells = [
+        (
+            row["from"],
+            row["to"],
+            "not throttled" if row["nominal_mbit_per_s"] is None else f"{row['nominal_mbit_per_s']:,.1f}",
+            f"{row['measured_mbit_per_s']:,.1f}",
+            "" if row["share"] is None else f"{100 * row['share']:.1f} %",
+        )
+        for row in rows
+    ]
+    print_table("", header, cells, right=(2, 3, 4))
+    if rows[0]["nominal_mbit_per_s"] is not None:
+        verdict = "held" if held else "not held: this machine is too slow or too busy for these links"
+        typer.echo(f"the nominal rate is {verdict} (headers take 4.4 % of it)")
+
+
+@app.command("clean")
+def lab_clean(as_json: Json = False) -> None:
+    """Remove what killed labs left behind; running labs and everybody else's namespaces are not touched."""
+    from thinwire.lab import clean
+
+    removed = clean()
+    if as_json:
+        print_json({"removed": removed})
+        return
+    for name in removed:
+        typer.echo(f"removed {name}")
+    if not removed:
+        typer.echo("nothing to remove")

@@ -1,0 +1,196 @@
+"""`Lab`: the topology, built while a `with` block runs, and removed however that block ends."""
+
+import atexit
+import itertools
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from thinwire.errors import LabError
+from thinwire.lab import namespaces
+from thinwire.lab.namespaces import Counters, Names
+from thinwire.lab.sessions import Launch, Reading, Run, Session
+from thinwire.lab.topology import Plan
+
+FIRST_PORT = 29500
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+_numbers = itertools.count()
+
+
+class Lab:
+    """Emulated hosts, as long as the `with` block runs.
+
+    Takes `hosts` and `link`, or `nodes`, `per_node`, `inside` and `between`; `burst` of all links, if not the
+    one `Link` explains; `loopback=True` for plain processes on 127.0.0.1, not throttled.
+
+    Everything is removed when the block ends, by an exception, Ctrl-C, SIGTERM or SIGHUP too. Only SIGKILL
+    leaves namespaces behind, which `clean()` removes.
+    """
+
+    def __init__(
+        self,
+        hosts: int | None = None,
+        link: str | None = None,
+        *,
+        nodes: int | None = None,
+        per_node: int | None = None,
+        inside: str | None = None,
+        between: str | None = None,
+        burst: str | int | None = None,
+        loopback: bool = False,
+    ):
+        self.topology = Plan(hosts, link, nodes, per_node, inside, between, burst, loopback).topology()
+        self._names: Names | None = None
+        self._owner = os.getpid()
+        self._sessions: list[Session] = []
+        self._handlers: dict[int, Any] = {}
+        self._open = False
+
+    def __str__(self) -> str:
+        return str(self.topology)
+
+    def __enter__(self) -> Self:
+        if self._open:
+            raise LabError("this lab is open already; make another one")
+        if not self.topology.loopback:
+            namespaces.require()
+            self._names = namespaces.names(next(_numbers), self.topology.world)
+        self._open, self._owner = True, os.getpid()
+        atexit.register(self.close)
+        self._catch_endings()
+        try:
+            if self._names:
+                namespaces.build(self.topology, self._names)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        echo: bool = True,
+    ) -> Session:
+        """Start a program on every rank and return at once.
+
+        `env` is added to this process's environment. With `echo`, each line a rank prints is printed behind
+        its number; the record of the run holds the output in any case.
+        """
+        if not self._open:
+            raise LabError("this lab is not open; use it as in: with Lab(hosts=2) as lab: lab.run(command)")
+        launch = Launch(tuple(command), env, cwd)
+        launch.check()
+        port = _free_port() if self.topology.loopback else FIRST_PORT + len(self._sessions)
+        before = self._read()
+        processes = []
+        try:
+            for rank in range(self.topology.world):
+                processes.append(launch.on(self._enter(rank), self.topology.environment(rank, port)))
+        finally:
+            session = Session(self.topology, processes, self._read, before, echo)
+            self._sessions.append(session)
+        return session
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        echo: bool = True,
+    ) -> Run:
+        """Run a program on every rank and wait: `start`, then `Session.wait`."""
+        return self.start(command, env=env, cwd=cwd, echo=echo).wait(timeout_s)
+
+    def counters(self) -> tuple[Counters, ...] | None:
+        """What every host's interface has counted since the lab was built; None on loopback."""
+        return namespaces.counters(self._names) if self._names else None
+
+    def node_counters(self) -> tuple[Counters, ...] | None:
+        """The same for the link of every node in a lab of two levels, else None."""
+        if self._names is None or self.topology.between is None:
+            return None
+        return namespaces.node_counters(self._names, self.topology.nodes)
+
+    def _read(self) -> Reading | None:
+        hosts = self.counters()
+        return Reading(hosts, self.node_counters() or ()) if hosts else None
+
+    def close(self) -> None:
+        """End what runs in the lab and remove it; does nothing the second time, or in a forked child."""
+        if not self._open or os.getpid() != self._owner:
+            return
+        self._open = False
+        try:
+            with _undisturbed():
+                for session in self._sessions:
+                    session.stop()
+                if self._names:
+                    namespaces.remove(list(self._names))
+        finally:
+            self._names = None
+            atexit.unregister(self.close)
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
+            self._handlers = {}
+
+    def _enter(self, rank: int) -> list[str]:
+        return namespaces.enter(self._names, rank, self.topology.hosts_file()) if self._names else []
+
+    def _catch_endings(self) -> None:
+        """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, unless the program handles them itself."""
+        if not _in_main_thread():
+            return
+        for signum in ENDINGS:
+            if signal.getsignal(signum) == signal.SIG_DFL:
+                self._handlers[signum] = signal.signal(signum, _end)
+
+
+def _end(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that would cut the removal short wait until it is done.
+
+    Blocking them would not do: another thread may receive one, and Python then interrupts the main thread.
+    """
+    late: list[int] = []
+    before: dict[int, Any] = {}
+    if _in_main_thread():
+        for each in (signal.SIGINT, *ENDINGS):
+            if signal.getsignal(each) is not None:
+                before[each] = signal.signal(each, lambda number, _frame: late.append(number))
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        for signum in late[:1]:
+            signal.raise_signal(signum)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,115 @@
+"""How fast a lab's links really are, measured with plain TCP sockets.
+
+Run as a program on every rank (it needs nothing but the standard library), it goes through pairs of ranks,
+one after the other; the receiver of each pair prints one line of JSON.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.lab.hosts import Lab
+
+FIRST_PORT = 29000
+CHUNK_NBYTES = 1 << 18
+PATIENCE_S = 60.0
+
+
+def pairs(world: int, per_node: int, two_levels: bool) -> list[tuple[int, int]]:
+    """Rank 0 and every other host, both ways; of two levels its neighbour and a rank of every other node."""
+    others = list(range(1, world))
+    if two_levels:
+        others = [1] * (per_node > 1) + list(range(per_node, world, per_node))
+    return [pair for other in others for pair in ((0, other), (other, 0))]
+
+
+def check(lab: "Lab", seconds: float = 1.0) -> list[dict[str, Any]]:
+    """Measure every pair for so many seconds: payload in Mbit/s and the nominal rate (None on loopback)."""
+    topology = lab.topology
+    chosen = pairs(topology.world, topology.per_node, topology.between is not None)
+    if not chosen:
+        raise _error("a lab of one rank has no link to measure; use two hosts or more")
+    plan = [[source, target, topology.address(target)] for source, target in chosen]
+    command = [sys.executable, __file__, json.dumps(plan), str(seconds)]
+    run = lab.run(command, timeout_s=PATIENCE_S + 2 * seconds * len(plan), echo=False)
+    if not run.ok:
+        raise _error(f"the links could not be measured: {' '.join(''.join(run.outputs).split())}")
+    found = {(each["from"], each["to"]): each for text in run.outputs for each in _lines(text)}
+    return [_compare(found[pair], topology.nominal(*pair)) for pair in chosen]
+
+
+def _lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _error(message: str) -> Exception:
+    from thinwire.errors import LabError  # not at the top: on the ranks this file is all there is
+
+    return LabError(message)
+
+
+def _compare(measured: dict[str, Any], link: Any) -> dict[str, Any]:
+    nominal = link.bits_per_s / 1e6 if link else None
+    found = measured["nbytes"] * 8 / measured["seconds"] / 1e6
+    return {
+        "from": measured["from"],
+        "to": measured["to"],
+        "nominal_mbit_per_s": nominal,
+        "measured_mbit_per_s": found,
+        "share": found / nominal if nominal else None,
+    }
+
+
+def send(address: str, port: int, seconds: float) -> None:
+    """Send for so many seconds, once the receiver listens, and wait until all has arrived."""
+    with _connect(address, port) as connection:
+        chunk, end = bytes(CHUNK_NBYTES), time.monotonic() + seconds
+        while time.monotonic() < end:
+            connection.sendall(chunk)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return socket.create_connection((address, port))
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+
+
+def receive(address: str, port: int) -> tuple[int, float]:
+    """Bytes that came after the first piece, and the seconds they took."""
+    with socket.create_server((address, port)) as server:
+        server.settimeout(PATIENCE_S)
+        connection, _ = server.accept()
+    with connection:
+        buffer, nbytes = bytearray(CHUNK_NBYTES), 0
+        connection.recv_into(buffer)
+        start = time.monotonic()
+        while got := connection.recv_into(buffer):
+            nbytes += got
+        return nbytes, time.monotonic() - start
+
+
+def main() -> None:
+    """One rank's part."""
+    rank, seconds = int(os.environ["RANK"]), float(sys.argv[2])
+    for number, (source, target, address) in enumerate(json.loads(sys.argv[1])):
+        if rank == source:
+            send(address, FIRST_PORT + number, seconds)
+        if rank == target:
+            nbytes, took = receive(address, FIRST_PORT + number)
+            line = {"from": source, "to": target, "nbytes": nbytes, "seconds": took}
+            sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
