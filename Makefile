@@ -10,7 +10,7 @@ help:
 	@echo "make demo   a tour of the codecs: wires, tables and a picture (two minutes the first time)"
 	@echo "make test   every test (five minutes on two cores)"
 	@echo "make check  lint, format, types, layers"
-	@echo "make bench  speed of formats and codecs against a copy and against other libraries (ten minutes)"
+	@echo "make bench  speed of formats, codecs and collectives beside others (twenty minutes; links need root)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"
 
 .venv/.made:
@@ -54,6 +54,7 @@ check: .venv/.dev
 bench: .venv/.peers
 	$(BIN)/thinwire bench formats --save benchmarks/results
 	$(BIN)/thinwire bench codecs --save benchmarks/results
+	$(BIN)/thinwire bench collectives --save benchmarks/results
 	@$(MAKE) --no-print-directory docs
 
 docs: .venv/.dev

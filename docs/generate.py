@@ -13,12 +13,14 @@ from typing import Any
 
 from thinwire import codecs, zoo
 from thinwire.bench import codecs as codec_bench
+from thinwire.bench import collectives as collective_bench
 from thinwire.bench import formats as format_bench
 from thinwire.cli.codecs import STUDY_NETS
 from thinwire.codecs import CODECS, footprint
 from thinwire.codecs import describe as codec_facts
 from thinwire.formats import FORMATS
 from thinwire.formats.describe import describe
+from thinwire.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -139,7 +141,67 @@ def codec_summary() -> str:
     return "\n\n".join(parts)
 
 
+def schedule_list() -> str:
+    facts = {
+        "native": ("what the network sends", "the network adds fp32, fp16 or bf16 itself"),
+        "one_shot": ("(N - 1) b", "everyone sends everything to everyone; QSGD's own algorithm"),
+        "two_shot": (
+            "2 (N - 1) / N b",
+            "owners add up shards and send the sums; CNTK's reduce and broadcast",
+        ),
+        "ring": ("2 (N - 1) / N b", "sums travel around, encoded again at every hop"),
+        "tree": ("up to log2(N) b", "sums climb a binomial tree, encoded at every step"),
+        "hierarchical/2": ("fp32 inside, b between", "nodes add up inside, encode between"),
+        "sparse": ("(N - 1) b", "gather a few elements from everyone"),
+        "sparse_levels/2": ("fp32 inside, b between", "dense inside nodes, sparse between"),
+        "low_rank/2": ("r (rows + columns) numbers", "PowerSGD: two thin matrices"),
+        "accumulate/sequential": (
+            "(N - 1) b",
+            "rounds after every addition, in rank order; also /ring, /tree, /16, +kahan",
+        ),
+    }
+    rows = []
+    for spec, (sent, what) in facts.items():
+        served = sum(not SCHEDULES[spec].refuses(codec) for codec in CODECS.values())
+        rows.append([f"`{spec}`", sent, f"{served} of {len(CODECS)}", what])
+    assert {spec.partition("/")[0] for spec in SCHEDULES} == {spec.partition("/")[0] for spec in facts}
+    return table(["schedule", "a rank sends (b: a wire, N ranks)", "codecs served", "how"], rows)
+
+
+def collective_tables(device: str) -> str:
+    record = result("collectives", device)
+    machine = record["machine"]
+    name = machine["gpu"] if device == "cuda" else machine["processor"]
+    parts = [f"{name}, {record['date'][:10]}, commit `{record['commit']}`."]
+    for title, header, rows in collective_bench.tables(record):
+        parts.append(f"#### {title}\n\n" + table(list(header), [list(row) for row in rows]))
+    return "\n\n".join(parts)
+
+
+def collective_summary() -> str:
+    record = result("collectives", "cpu")
+    shown = ("fp16", "int8/256", "int4/128", "onebit/512")
+    places = [(2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (2, "10gbit"), (2, "loopback")]
+    found = {
+        (row["world"], row["link"], row["method"]): row["ratio_to_fp32"]
+        for row in record["rows"]
+        if row["numel"] == collective_bench.CORE_NUMEL and row["schedule"] != "hook"
+    }
+    rows = [
+        [f"{world} hosts, {link}", *(f"{found[world, link, spec]:.2f}x" for spec in shown)]
+        for world, link in places
+    ]
+    head = f"{record['machine']['processor']}, two cores for all hosts, {record['date'][:10]}, commit `{record['commit']}`:"
+    return f"{head}\n\n" + table(
+        ["25 MB all-reduce, faster than torch's fp32", *(f"`{spec}`" for spec in shown)], rows
+    )
+
+
 PARTS = {
+    "schedules": schedule_list,
+    "collectives": collective_summary,
+    "collective-speed": lambda: collective_tables("cpu"),
+    "collective-speed-cuda": lambda: collective_tables("cuda"),
     "formats": format_list,
     "speed": speed_summary,
     "speed-cpu": lambda: speed_tables("formats", "cpu"),

@@ -40,6 +40,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
+    if x.is_contiguous():
+        return x.data_ptr(), x.data_ptr() + x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 

@@ -95,6 +95,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
         rows = [_cells(row) for row in {row["method"]: row for row in reversed(chosen)}.values()][::-1]
         found.append((f"25 MB of float32, {world} hosts, {link}", header, rows))
     sized = [row for row in result["rows"] if row["method"] == "int8/256" and row["link"] == LOOPBACK]
+    sized = [row for row in sized if row["schedule"] not in ("stages", "hook")]
     if len(sized) > 1:
         header = ("KB", "ranks", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32")
         rows = [

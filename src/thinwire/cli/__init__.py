@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire import __version__
-from thinwire.cli import bench, codecs, formats, lab
+from thinwire.cli import bench, codecs, formats, lab, schedules
 from thinwire.cli.output import Json, print_json, print_table
 from thinwire.errors import ThinwireError
 
@@ -18,6 +18,8 @@ app.add_typer(codecs.app, name="codecs")
 app.command("bytes")(codecs.print_bytes)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
+app.command("schedules")(schedules.list_schedules)
+app.command("explain")(schedules.print_explanation)
 
 
 def main() -> None:

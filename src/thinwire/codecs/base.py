@@ -81,10 +81,10 @@ class Codec(abc.ABC):
     @property
     def spec(self) -> str:
         """The string for which `codecs.get` returns this codec."""
-        if not self.feedback:
-            return self.name
-        suffix = RESIDUALS[self.feedback]
-        return f"{self.name}+ef{f':{suffix}' if suffix else ''}"
+        if "_spec" not in self.__dict__:
+            suffix = f":{RESIDUALS[self.feedback]}" if RESIDUALS.get(self.feedback) else ""
+            self.__dict__["_spec"] = self.name + (f"+ef{suffix}" if self.feedback else "")
+        return str(self.__dict__["_spec"])
 
     @property
     @abc.abstractmethod

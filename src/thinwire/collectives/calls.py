@@ -12,11 +12,9 @@ from thinwire.runtimes import arguments
 from thinwire.runtimes import job as jobs
 from thinwire.runtimes.arguments import SUM, After, AnyCodec, check, is_mean, listed, vector
 from thinwire.runtimes.job import Call, Job
-from thinwire.runtimes.process_group import Letter, Line, line
-from thinwire.runtimes.work import Work
+from thinwire.runtimes.lines import Group, Line, line
+from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import Exchanges, Schedule, Seat, moves
-
-Group = dist.ProcessGroup
 
 
 def all_reduce(
@@ -247,7 +245,6 @@ def _go(job: Job, here: Line, async_op: bool) -> Work | None:
 
 def _place(here: Line, rank: int, what: str) -> int:
     """A global rank's place in the group."""
-    ranks = dist.get_process_group_ranks(here.group)
-    if rank not in ranks:
-        raise InputError(f"{what} must be one of the group's ranks, {ranks}; not {rank}")
-    return ranks.index(rank)
+    if rank not in here.ranks:
+        raise InputError(f"{what} must be one of the group's ranks, {here.ranks}; not {rank}")
+    return here.ranks.index(rank)

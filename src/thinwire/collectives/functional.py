@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.collectives import calls
 from thinwire.runtimes import arguments
 from thinwire.runtimes.arguments import AnyCodec
-from thinwire.runtimes.process_group import line
+from thinwire.runtimes.lines import Group, line
 
 
 def all_reduce(tensor: Tensor, codec: AnyCodec, *args: Any, **options: Any) -> Tensor:
@@ -27,7 +27,7 @@ def reduce_scatter(
     input: Tensor | Sequence[Tensor],
     codec: AnyCodec,
     op: str | dist.ReduceOp = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     **options: Any,
 ) -> Tensor:
     """This rank's part of the sum or mean."""
@@ -38,9 +38,7 @@ def reduce_scatter(
     return out
 
 
-def all_gather(
-    input: Tensor, codec: AnyCodec, group: dist.ProcessGroup | None = None, **options: Any
-) -> Tensor:
+def all_gather(input: Tensor, codec: AnyCodec, group: Group | None = None, **options: Any) -> Tensor:
     """Inputs of all ranks, which are of one shape, stacked."""
     here = line(group, arguments.check([input]))
     out = torch.empty((here.world, *input.shape), dtype=input.dtype, device=input.device)

@@ -53,6 +53,8 @@ def all_reduce_job(
     vectors, channels, after = flats(tensors, channel)
     numel = sum(x.numel() for x in vectors)
     plan = schedule_of(schedule, codec_of(channels[0]), numel, here.world)
+    for each in channels:
+        schedules.get(plan, codec_of(each))
     inside = inside_of(plan, here.world, here.inside)
     weight, rng = 1.0 / here.world if is_mean(op) else 1.0, stream_of(rng, here)
     seats = [
@@ -60,6 +62,8 @@ def all_reduce_job(
         for each, slot, x in zip(channels, names_of(name, len(tensors)), tensors, strict=True)
     ]
     detail = f"{'mean' if is_mean(op) else 'sum'}{f', nodes of {inside}' if inside > 1 else ''}"
+    if plan.whole or any(each is not channel for each in channels):
+        detail += f", shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
     call = call_of("all_reduce", tensors, channel, plan.spec, detail)
     job = jobs.all_reduce(vectors, plan, seats, call)
     job.result, job.after = tensors, after

@@ -19,7 +19,7 @@ from thinwire.codecs import Codec
 from thinwire.schedules import Buffers, Exchanges, Request, Schedule, Seat
 from thinwire.schedules.fuse import agree, fused
 
-PIECE = 1 << 19  #: elements that travel together
+PIECE = 1 << 20  #: elements that travel together
 WINDOW = 4  #: pieces in flight
 AGREEMENT = 126  #: the number of the piece in which ranks agree on scales
 
@@ -88,7 +88,7 @@ def spans(
     """
     small: list[Span] = []
     for i, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
-        step = numel if schedule.whole or not codec.grain else _multiple(max(piece, numel >> 10), codec.grain)
+        step = numel if schedule.whole or not codec.grain else _multiple(max(piece, numel >> 5), codec.grain)
         if numel > step:
             yield from ([Span(i, at, min(at + step, numel))] for at in range(0, numel, step))
         elif numel:

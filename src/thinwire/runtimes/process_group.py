@@ -2,8 +2,8 @@
 
 A `Line` belongs to a group. It runs jobs in the order of calls: a blocking call at once, in the caller's
 thread; others on a thread of the line, several pieces in flight. Before a call is made for the first time
-ranks compare a digest of it, so that a different codec, size or order is an error at once and not a
-time-out; in debug mode they do so every time.
+ranks compare a digest of it, so that a different codec, size or dtype is an error at once. Known calls in
+different orders are noticed when the time is up, and then named; in debug mode ranks compare every call.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from thinwire.runtimes.gloo import Gloo, tag
 from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, drive, run_alone
 from thinwire.runtimes.lane import Lane, Running
 from thinwire.runtimes.nccl import Nccl
-from thinwire.runtimes.work import Work
+from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, Buffers, Request
 
 TEXT_NBYTES = 512  # of a call, when ranks tell one another what they do
@@ -59,7 +59,10 @@ class Line:
                     running.begin()
                     drive(job, running.post, self._pool)
                 except BaseException as error:
-                    raise self._failed(error, running) from error
+                    said = self._failed(error, running)
+                    if said is error:
+                        raise
+                    raise said from error
                 return
         self.submit(job).wait()
 
@@ -81,13 +84,18 @@ class Line:
         except CommError as error:
             raise CommError(f"{job.call} failed on rank {self.rank}: {error}") from error
 
-    def submit_apart(self, job: Job, number: int) -> "Letter":
+    def submit_apart(self, job: Job, number: int) -> Letter:
         """The same without waiting: it is under way when this returns."""
         self._check()
         flights = Flights(self._pool)
         for piece, start in enumerate(job.starts()):
             flights.launch(start, self._post(job.call, number), piece)
         return Letter(job, flights)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks, in the group's order."""
+        return dist.get_process_group_ranks(self.group)
 
     @property
     def nbytes(self) -> int:
@@ -199,31 +207,6 @@ class Line:
         if silent:
             said.append(f"no word from rank {', '.join(silent)}")
         return f" (this rank was at {mine}; {'; '.join(said)})"
-
-
-class Letter:
-    """A message under way between two ranks."""
-
-    def __init__(self, job: Job, flights: Flights) -> None:
-        self._job, self._flights = job, flights
-        self._done = False
-
-    def wait(self) -> bool:
-        """Until it is sent, or has arrived and is decoded."""
-        while not self._done:
-            try:
-                while self._flights:
-                    self._flights.resume()
-            except CommError as error:
-                raise CommError(f"{self._job.call} failed: {error}") from error
-            if self._job.after is not None:
-                self._job.after()
-            self._done = True
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` has returned."""
-        return self._done
 
 
 _LINES: dict[tuple[dist.ProcessGroup, str], Line] = {}

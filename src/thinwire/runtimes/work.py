@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 
 from thinwire.errors import CommError
+from thinwire.runtimes.job import Flights, Job
 
 
 class Work:
@@ -48,3 +49,28 @@ class Work:
         else:
             self._future.set_exception(error)
         self._done.set()
+
+
+class Letter:
+    """A message under way between two ranks."""
+
+    def __init__(self, job: Job, flights: Flights) -> None:
+        self._job, self._flights = job, flights
+        self._done = False
+
+    def wait(self) -> bool:
+        """Until it is sent, or has arrived and is decoded."""
+        while not self._done:
+            try:
+                while self._flights:
+                    self._flights.resume()
+            except CommError as error:
+                raise CommError(f"{self._job.call} failed: {error}") from error
+            if self._job.after is not None:
+                self._job.after()
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has returned."""
+        return self._done

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thinwire.codecs import Block
 from thinwire.formats import Format
+from thinwire.rounding import Rounding
 from thinwire.schedules.exchange import AllGather, Exchanges
 from thinwire.schedules.seat import Seat
 
@@ -42,8 +43,8 @@ def accumulate(x: Tensor, seat: Seat, order: str | int, *, kahan: bool = False) 
     unit = _unit(seat).to(x.device)
     values = seat.codec.decode(wires, numel) / unit
     x.copy_(sum_rounded(values, order, _rounding(seat), kahan=kahan))
+    x *= seat.weight  # first, so that a mean of the largest numbers does not overflow
     x *= unit
-    x *= seat.weight
 
 
 def sum_rounded(values: Tensor, order: str | int, rounded: Round, *, kahan: bool = False) -> Tensor:
@@ -90,17 +91,21 @@ def _tree(values: list[Tensor], chain: Callable[[Sequence[Tensor]], Tensor]) -> 
 
 
 def _ring(values: Tensor, chain: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+    """Every column is turned until its own first rank is on top; then all are one chain."""
     world, numel = values.shape
     shard = -(-numel // world)
-    parts = [values[:, i : i + shard].roll(-(i // shard + 1), 0) for i in range(0, numel, shard)]
-    return torch.cat([chain(list(part)) for part in parts])
+    first = torch.arange(numel, device=values.device) // shard + 1
+    ranks = torch.arange(world, device=values.device).unsqueeze(1)
+    return chain(list(values.gather(0, (ranks + first) % world)))
 
 
 def _rounding(seat: Seat) -> Round:
+    """As the codec rounds; to nearest where it rounds at random."""
     codec = seat.codec
     if isinstance(codec, Block):
         assert isinstance(codec.format, Format)
-        return codec.format.round
+        mode = Rounding.NEAREST if codec.needs_rng else codec.rounding
+        return functools.partial(codec.format.round, rounding=mode)
     return lambda values: values.to(codec.torch_dtype).float()  # type: ignore[attr-defined]
 
 

@@ -40,7 +40,7 @@ def low_rank(x: Tensor, seat: Seat, rank: int) -> Exchanges:
     p = torch.linalg.qr(p).Q if x.device.type != "meta" else p
     q = yield from _mean(m.T @ p, seat)
     seat.channel.shapes[start] = tuple(q.shape)
-    residuals[start] = q
+    residuals[start] = _finite(q, seat)
     if seat.codec.feedback and x.device.type != "meta":
         residuals[error] = torch.addmm(m, p, q.T, alpha=-1).nan_to_num_(0.0, 0.0, 0.0)
         seat.channel.shapes[error] = (rows, columns)
@@ -65,6 +65,13 @@ def _mean(values: Tensor, seat: Seat) -> Generator[Request, None, Tensor]:
     sent = (values / seat.world).to(seat.codec.torch_dtype).contiguous()
     yield AllReduce(sent.view(-1))
     return sent.float()
+
+
+def _finite(q: Tensor, seat: Seat) -> Tensor:
+    """Where the next step begins: not at NaN, so that one bad step does not spoil every later one."""
+    if q.device.type == "meta":
+        return q
+    return torch.where(q.isfinite().all(), q, _start(*q.shape, seat, q.device))
 
 
 def _start(columns: int, rank: int, seat: Seat, device: torch.device) -> Tensor:

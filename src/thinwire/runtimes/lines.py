@@ -1,0 +1,48 @@
+"""The line that runs the jobs of a group: of torch.distributed's, or of an MPI communicator."""
+
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
+
+import torch
+import torch.distributed as dist
+
+from thinwire.runtimes import process_group
+from thinwire.runtimes.job import Job
+from thinwire.runtimes.work import Letter, Work
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Group: TypeAlias = Union[dist.ProcessGroup, "MPI.Intracomm"]
+
+
+class Line(Protocol):
+    """A rank of a group, and the order of jobs on it."""
+
+    letters: dict[tuple[int, int], int]  #: messages between two ranks so far
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks, in the group's order."""
+
+    def inside(self) -> int:
+        """How many ranks a node has."""
+
+    def run(self, job: Job) -> None: ...
+    def submit(self, job: Job) -> Work: ...
+    def run_apart(self, job: Job, number: int) -> None: ...
+    def submit_apart(self, job: Job, number: int) -> Letter: ...
+
+
+def line(group: Group | None, device: torch.device) -> Line:
+    """The line of a group, for tensors on a device; None is torch.distributed's world."""
+    if group is not None and type(group).__module__.partition(".")[0] == "mpi4py":
+        from thinwire.runtimes import mpi
+
+        return mpi.line(group, device)  # type: ignore[arg-type]
+    return process_group.line(group, device)  # type: ignore[arg-type]
