@@ -106,8 +106,20 @@ class Channel:
                 f"slot '{slot}' owes {self.shapes[slot]}, but {tuple(like.shape)} is sent; "
                 "give tensors of another shape another name, or forget the slot first"
             )
+        return self._held(slot)
+
+    def largest_owed(self, name: str) -> Tensor | None:
+        """The largest magnitude that slots of a name owe: `name` itself, `name/...` and `name[...`."""
+        if not self._codec.feedback:
+            return None
+        slots = [slot for slot in self.residuals if slot == name or slot.startswith((f"{name}/", f"{name}["))]
+        held = [self._held(slot).abs().amax() for slot in slots if self.residuals[slot].numel()]
+        return torch.stack(held).amax() if held else None
+
+    def _held(self, slot: str) -> Tensor:
         store = self._store
-        return held if store is None else store.decode(held, like.shape[-1])
+        held = self.residuals[slot]
+        return held if store is None else store.decode(held, self.shapes[slot][-1])
 
     def forget(self, slot: str | None = None) -> None:
         """Drop what one slot owes, or all of them."""

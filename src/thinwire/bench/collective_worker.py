@@ -27,6 +27,7 @@ from thinwire.runtimes.trace import trace
 Method = Callable[[Tensor], None]
 FP32, FP16 = "torch fp32", "torch fp16"
 DEVIATION = 5e-4
+LARGEST_CHECKED = 1 << 25  # elements
 HOOKS = "DDP"
 
 
@@ -50,9 +51,7 @@ def measure(numel: int, specs: list[str], seconds: float, device: torch.device) 
     """All methods on one size."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     source = torch.randn(numel, generator=generator) * DEVIATION
-    exact = source.double()
-    dist.all_reduce(exact)
-    exact = (exact / dist.get_world_size()).to(device)
+    exact = _exact(source).to(device)
     source = source.to(device)
     methods: dict[str, Method] = {FP32: _torch_fp32, FP16: _torch_fp16}
     for spec in specs:
@@ -64,6 +63,15 @@ def measure(numel: int, specs: list[str], seconds: float, device: torch.device) 
     held = line(None, device).nbytes
     more = {"device": device.type, "buffers_nbytes": held, "buffers_grown_nbytes": held - before}
     return [{**_row(name, numel, times, errors[name]), **more} for name in methods]
+
+
+def _exact(source: Tensor) -> Tensor:
+    """The mean in float64, or nothing if that would take too much memory."""
+    if source.numel() > LARGEST_CHECKED:
+        return torch.empty(0, dtype=torch.float64)
+    exact = source.double()
+    dist.all_reduce(exact)
+    return exact / dist.get_world_size()
 
 
 def _torch_fp32(x: Tensor) -> None:
@@ -87,9 +95,11 @@ def _thinwire(spec: str) -> Method:
     return method
 
 
-def _error(method: Method, x: Tensor, source: Tensor, exact: Tensor) -> float:
+def _error(method: Method, x: Tensor, source: Tensor, exact: Tensor) -> float | None:
     x.copy_(source)
     method(x)
+    if not exact.numel():
+        return None
     norm = exact.norm().item()
     return (x.double() - exact).norm().item() / norm if norm else 0.0
 
@@ -118,7 +128,7 @@ def _take_turns(
     return dict(zip(methods, slowest.tolist(), strict=True))
 
 
-def _row(name: str, numel: int, times: dict[str, list[float]], error: float) -> dict[str, Any]:
+def _row(name: str, numel: int, times: dict[str, list[float]], error: float | None) -> dict[str, Any]:
     world = dist.get_world_size()
     spec, _, schedule = name.partition("@")
     wire = trace(numel, spec, world, schedule or "auto") if name not in (FP32, FP16) else None

@@ -112,7 +112,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    error = f"{row['error']:.2g}" if "error" in row else ""
+    error = f"{row['error']:.2g}" if row.get("error") is not None else ""
     return (row["method"], row["schedule"], *_speed(row), error)
 
 

@@ -117,6 +117,8 @@ class Block(Codec):
 
     @property
     def grain(self) -> int:
+        if self.scaling.store == "e4m3":  # one factor for the whole vector
+            return 0
         return self.block or int(self.scaling.shared)
 
     def _sections(self, numel: int) -> tuple[Section, ...]:

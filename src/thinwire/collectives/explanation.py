@@ -63,9 +63,12 @@ def explain(
         found = found.for_shape(tensor.shape)
     spec, why = choose(found, numel, world)
     choices = []
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
     for name in schedules.SCHEDULES:
+        if not shape and name.startswith("low_rank"):  # which needs to know the matrix
+            continue
         try:
-            choices.append(trace(numel, found, world, name))
+            choices.append(trace(numel, found, world, name, shape=shape))
         except ScheduleError:  # it cannot serve this codec
             continue
     fp32 = trace(numel, "fp32", world, "native").sent_nbytes

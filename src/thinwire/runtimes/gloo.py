@@ -8,8 +8,10 @@ room for it; with such a tag it waits, and times out.)
 A tag: [1][14 bits of the call's digest][4: number of the call][7: piece][5: exchange].
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,8 @@ class Messages:
 
 
 def _said(error: str, peer: int, way: str) -> str:
+    if "pair closure" in error:
+        return f"the connection to rank {peer} was closed after a time-out"
     if "imed out" in error or "timeout" in error.lower():
         return f"nothing {way} rank {peer} within the group's time-out"
     if "closed" in error or "reset" in error or "Broken pipe" in error:
@@ -56,7 +60,7 @@ class Gloo:
     """The transport of one group; `sums` is a group of its own, for what the network adds."""
 
     group: dist.ProcessGroup
-    sums: dist.ProcessGroup | None = None
+    sums: dist.ProcessGroupGloo | None = None
 
     def post(self, request: Request, tag: int) -> Messages:
         """Start all messages of an exchange: rooms first, so that nothing has to wait for them."""
@@ -65,11 +69,24 @@ class Gloo:
         messages = Messages()
         rank = self.group.rank()
         outgoing, incoming = _messages(request, rank, self.group.size(), messages)
-        for peer, room in incoming:
-            messages.works.append((self.group.recv([room], peer, tag), peer, "came from"))
-        for peer, wire in outgoing:
-            messages.works.append((self.group.send([wire], peer, tag), peer, "was taken by"))
+        for post, parcels, way in (
+            (self.group.recv, incoming, "came from"),
+            (self.group.send, outgoing, "was taken by"),
+        ):
+            for peer, wire in parcels:
+                try:
+                    messages.works.append((post([wire], peer, tag), peer, way))
+                except RuntimeError as error:  # the connection is closed already
+                    raise CommError(_said(str(error), peer, way)) from error
         return messages
+
+    def close(self) -> None:
+        """Let everything under way fail: gloo closes all connections of a group after one time-out."""
+        for group in (self.group, self.sums):
+            if group is not None and group.size() > 1:
+                room, peer = torch.empty(1, dtype=torch.uint8), (group.rank() + 1) % group.size()
+                with contextlib.suppress(RuntimeError):
+                    group.recv([room], peer, TAGS - 1).wait(timedelta(milliseconds=1))
 
     def _add(self, request: AllReduce) -> Messages:
         assert self.sums is not None
@@ -82,7 +99,7 @@ class Gloo:
             messages.arrive.append((host, values))
             values = host
         if values.numel():
-            work = self.sums.allreduce([values])
+            work = self.sums.allreduce([values])  # type: ignore[attr-defined]
             messages.works.append((work, self.group.rank(), "came back to"))
         return messages
 

@@ -75,7 +75,7 @@ class Job:
 
 
 def spans(
-    numels: Sequence[int], codecs: Sequence[Codec], schedule: Schedule, piece: int = PIECE
+    numels: Sequence[int], codecs: Sequence[Codec], schedule: Schedule, piece: int = 0
 ) -> Iterator[list[Span]]:
     """What travels together: parts of a large tensor, or several small ones.
 
@@ -86,6 +86,7 @@ def spans(
     >>> [len(group) for group in spans([1_000_000], [int8], schedules.get("two_shot"))]
     [1, 1]
     """
+    piece = piece or PIECE
     small: list[Span] = []
     for i, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
         step = numel if schedule.whole or not codec.grain else _multiple(max(piece, numel >> 5), codec.grain)
@@ -112,8 +113,8 @@ def all_reduce(tensors: Sequence[Tensor], schedule: Schedule, seats: Sequence[Se
     seat, codecs = seats[0], [each.codec for each in seats]
     numels = [x.numel() if seat.world > 1 else 0 for x in tensors]
     shared: list[Tensor] = []
-    asking = [x for x, codec, numel in zip(tensors, codecs, numels, strict=True) if codec.agreement(numel)]
-    agreement = agree(asking, seat.codec, seat.rank, seat.world, shared) if asking else None
+    asking = [i for i, numel in enumerate(numels) if codecs[i].agreement(numel)]
+    agreement = agree([tensors[i] for i in asking], [seats[i] for i in asking], shared) if asking else None
 
     def starts() -> Iterator[Start]:
         agreed = iter(shared)

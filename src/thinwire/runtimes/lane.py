@@ -2,10 +2,17 @@
 
 Calls begin in the order in which they were made. Pieces of several calls are in flight together; where the
 network matches exchanges by their order (NCCL, and sums made by gloo), one call runs after another.
+
+How soon a call is handed over differs between ranks. So nothing here may wait for a later call while an
+earlier one could go on: of the pieces in flight, those of the oldest call are waited for first, and before
+ranks talk about a call (which is waiting for it) all earlier ones are brought to their end.
 """
 
+import atexit
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +23,8 @@ from thinwire.runtimes.job import Flights, Job, Post, Start, drive
 from thinwire.runtimes.work import Work
 from thinwire.schedules import Buffers
 
+GRACE_S = 2.0  # for calls under way when the program ends
+
 
 @dataclass
 class Running:
@@ -25,6 +34,7 @@ class Running:
     work: Work
     post: Post
     begin: Callable[[], None]  #: what comes before its pieces: comparing calls, agreeing on scales
+    talks: Callable[[], bool]  #: whether anything comes before its pieces
     alone: bool  #: whether nothing else may be in flight
     number: int  #: of the call
     flying: int = 0
@@ -34,14 +44,33 @@ class Running:
 Offer = tuple[Start, Running, int]
 
 
+class InOrder(Flights):
+    """Pieces of several calls in flight: those of the oldest call are waited for first.
+
+    All ranks wait for the oldest call that is not done anywhere, or have yet to be handed it, so it goes on.
+    """
+
+    def resume(self) -> tuple[object, bool]:
+        oldest = min(self._flying, key=lambda each: each.owner.number)  # type: ignore[attr-defined]
+        self._flying.remove(oldest)
+        self._flying.appendleft(oldest)
+        return super().resume()
+
+
 class Lane:
     """A queue of jobs and the thread that runs them."""
 
-    def __init__(self, pool: list[Buffers], failed: Callable[[BaseException, Running | None], BaseException]):
+    def __init__(
+        self,
+        pool: list[Buffers],
+        failed: Callable[[BaseException, Running | None], BaseException],
+        close: Callable[[], None],
+    ):
         self._put = self._ended = 0
-        self._pool, self._failed = pool, failed
+        self._pool, self._failed, self._close = pool, failed, close
         self._queue: queue.SimpleQueue[Running] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -56,9 +85,21 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="thinwire", daemon=True)
             self._thread.start()
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """At the end of the program: a thread that waits inside of gloo would take the process down."""
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        end = time.monotonic() + GRACE_S
+        while not self.idle and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        if not self.idle:
+            self._close()
+            self._thread.join(2 * GRACE_S)
 
     def _serve(self) -> None:
-        flights = Flights(self._pool)
+        flights = InOrder(self._pool)
         now: list[Running] = []  # the job whose pieces are being launched
         offers = self._offers(flights, now)
         try:
@@ -79,7 +120,7 @@ class Lane:
                 continue
             running = self._queue.get()
             now[:] = [running]
-            if running.alone:
+            if running.alone or running.talks():
                 while flights:
                     self._resume(flights)
             try:

@@ -30,6 +30,7 @@ TEXT_NBYTES = 512  # of a call, when ranks tell one another what they do
 PATIENCE_S = 2.0  # for others' reports, after a failure
 GREETING = 127  # the number of the piece in which ranks talk
 HOSTS, TEXTS, CALLS = 29, 30, 31  # what about
+FORKED = "this process was forked after the group was made; make the group in the child"
 
 
 class Line:
@@ -45,7 +46,7 @@ class Line:
         self._known: set[Call] = set()
         self._pool: list[Buffers] = []
         self._turn = threading.Lock()
-        self._lane = Lane(self._pool, self._failed)
+        self._lane = Lane(self._pool, self._failed, self._close)
         self._inside = 0
         self.letters: dict[tuple[int, int], int] = {}  #: messages between two ranks so far
 
@@ -82,7 +83,8 @@ class Line:
         try:
             drive(job, self._post(job.call, number), self._pool)
         except CommError as error:
-            raise CommError(f"{job.call} failed on rank {self.rank}: {error}") from error
+            self.broken = f"{job.call} failed on rank {self.rank}: {error}"
+            raise CommError(self.broken) from error
 
     def submit_apart(self, job: Job, number: int) -> Letter:
         """The same without waiting: it is under way when this returns."""
@@ -106,7 +108,11 @@ class Line:
         """How many ranks a node has, if they follow one another and all nodes are alike."""
         if not self._inside:
             host = f"{socket.gethostname()} {_machine()}".encode()
-            names = self._everyone(hashlib.blake2b(host, digest_size=16).digest(), self.number, HOSTS)
+            try:
+                names = self._everyone(hashlib.blake2b(host, digest_size=16).digest(), self.number, HOSTS)
+            except CommError as error:
+                self.broken = f"finding the nodes of a schedule failed on rank {self.rank}: {error}"
+                raise CommError(f"{self.broken}; do all ranks ask for the same schedule?") from error
             count = names.count(names[0])
             nodes = [names[i : i + count] for i in range(0, self.world, count)]
             firsts = {node[0] for node in nodes}
@@ -120,14 +126,12 @@ class Line:
 
     def _check(self) -> None:
         if os.getpid() != self._pid:
-            raise CommError("this process was forked after the group was made; make the group in the child")
+            raise CommError(FORKED)
         if self.broken:
             raise CommError(f"no call can follow one that failed on this group: {self.broken}")
 
     def _admit(self, job: Job) -> Running:
         """The next call in line."""
-        if job.adds and isinstance(self.transport, Gloo) and self.transport.sums is None and self.world > 1:
-            self.transport.sums = _own_group(self.group, "gloo")
         self.number += 1
         number, post = self.number, self._post(job.call, self.number)
 
@@ -136,9 +140,25 @@ class Line:
             if job.agreement is not None:
                 run_alone(job.agreement, post, AGREEMENT)
 
-        return Running(
-            job, Work(job.result, job.device), post, begin, job.adds or self.kind == "nccl", number
-        )
+        def talks() -> bool:
+            return job.agreement is not None or self._greets(job.call)
+
+        alone = job.adds or self.kind == "nccl"
+        running = Running(job, Work(job.result, job.device), post, begin, talks, alone, number)
+        if job.adds and isinstance(self.transport, Gloo) and self.transport.sums is None and self.world > 1:
+            self._make_sums(self.transport, running)
+        return running
+
+    def _make_sums(self, transport: Gloo, running: Running) -> None:
+        """A group for what the network adds. All ranks make it together, so they compare the call before."""
+        try:
+            self._greet(running.job.call, running.number)
+            transport.sums = _sums(self.group)
+        except CommError as error:
+            said = self._failed(error, running)
+            if said is error:
+                raise
+            raise said from error
 
     def _post(self, call: Call, number: int) -> Post:
         digest, transport = call.digest, self.transport
@@ -148,11 +168,15 @@ class Line:
 
         return post
 
+    def _close(self) -> None:
+        if isinstance(self.transport, Gloo):
+            self.transport.close()
+
     # Talk between ranks
 
     def _greet(self, call: Call, number: int) -> None:
         """Compare the call with everyone's, if it is new."""
-        if self.world == 1 or (call in self._known and not checks_every_call()):
+        if not self._greets(call):
             return
         digest = hashlib.blake2b(repr(call).encode(), digest_size=16).digest()
         if len(set(self._everyone(digest, number, CALLS))) == 1:
@@ -161,6 +185,9 @@ class Line:
         said = self._everyone(str(call).encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES), number, TEXTS)
         calls = "; ".join(f"rank {rank} called {each.decode().strip()}" for rank, each in enumerate(said))
         raise Disagreement(f"ranks disagree: {calls}")
+
+    def _greets(self, call: Call) -> bool:
+        return self.world > 1 and (call not in self._known or checks_every_call())
 
     def _everyone(self, said: bytes, number: int, what: int) -> list[bytes]:
         """The same number of bytes from every rank."""
@@ -210,6 +237,16 @@ class Line:
 
 
 _LINES: dict[tuple[dist.ProcessGroup, str], Line] = {}
+_inherited: list[dist.ProcessGroup] = []
+
+
+def _note_inherited() -> None:
+    """In a forked child: the sockets of a group are still its parent's, and to use them would harm both."""
+    if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
+        _inherited.append(dist.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_note_inherited)
 
 
 def line(group: dist.ProcessGroup | None, device: torch.device) -> Line:
@@ -220,6 +257,8 @@ def line(group: dist.ProcessGroup | None, device: torch.device) -> Line:
             "for example under torchrun or thinwire lab run"
         )
     found = dist.group.WORLD if group is None else group
+    if _inherited and dist.group.WORLD in _inherited:
+        raise CommError(FORKED)
     if not isinstance(found, dist.ProcessGroup):
         raise CommError("this rank is not in the group; only its members may call")
     kind = _backend(found, device)
@@ -250,12 +289,26 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
+def _sums(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    """A second gloo group of the same ranks, found by way of the first one's store.
+
+    Not `new_group` with local synchronization: that names a group after the number of groups a rank is in,
+    so ranks that are in different numbers of them would wait for one another under different names.
+    """
+    store = dist.PrefixStore("thinwire/sums", group.get_group_store())  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _timeout(group, "cpu"))
+
+
+def _timeout(group: dist.ProcessGroup, device: str) -> timedelta:
+    options = group._get_backend(torch.device(device)).options
+    return getattr(options, "_timeout", timedelta(minutes=30))
+
+
 def _own_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """Another group of the same ranks, where exchanges are matched by order and must not meet others'."""
-    options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
     made = dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=getattr(options, "_timeout", timedelta(minutes=30)),
+        timeout=_timeout(group, "cuda" if backend == "nccl" else "cpu"),
         backend=backend,
         use_local_synchronization=True,
     )

@@ -11,7 +11,7 @@ of the same size are run once. So 70 billion elements on ten thousand ranks take
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.rounding import Stream
 from thinwire.runtimes import job as jobs
+from thinwire.runtimes.arguments import inside_of
 from thinwire.runtimes.job import Call, Start
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, Seat, SendRecv
 from thinwire.schedules import get as get_schedule
@@ -49,10 +50,12 @@ def trace(
     *,
     rank: int = 0,
     inside: int = 0,
+    shape: tuple[int, ...] = (),
 ) -> Trace:
     """An all-reduce of so many elements (or of a bucket of tensors), as rank `rank` sees it.
 
-    Sums made by the network are counted as those of a ring: 2 (N - 1) / N of the bytes.
+    `shape` is that of the tensor, for schedules that see a matrix in it. Sums made by the network are
+    counted as those of a ring: 2 (N - 1) / N of the bytes.
     """
     numels = [numel] if isinstance(numel, int) else list(numel)
     if world < 1 or not 0 <= rank < world or any(each < 0 for each in numels):
@@ -61,8 +64,10 @@ def trace(
     if schedule == "auto":
         schedule = choose(found, sum(numels), world)[0]
     plan = get_schedule(schedule, found)
-    inside = inside or plan.inside or 1
-    seat = Seat(rank, world, Channel(found), rng=Stream(0), inside=inside)
+    inside = inside_of(replace(plan, inside=inside or plan.inside or 1), world, lambda: 1)
+    if world == 1:
+        return Trace(plan.spec)
+    seat = Seat(rank, world, Channel(found), rng=Stream(0), inside=inside, shape=shape)
     tensors = [torch.empty(each, device=META) for each in numels]
     job = jobs.all_reduce(
         tensors, plan, [seat] * len(tensors), Call("trace", found.spec, tuple(numels), "float32")

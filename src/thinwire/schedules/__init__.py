@@ -112,6 +112,8 @@ def _make_accumulate(option: str) -> Schedule:
     if plus and how != "kahan":
         raise ScheduleError(f"accumulate knows '+kahan', not '+{how}'")
     known = order in _accumulate.ORDERS
+    if plus and order == "tree":
+        raise ScheduleError("accumulate/tree+kahan: a tree adds pairs, which leaves nothing to compensate")
     if not known and not order.isdecimal():
         raise ScheduleError(
             f"accumulate/{order}: the order of additions is one of {', '.join(_accumulate.ORDERS)} "

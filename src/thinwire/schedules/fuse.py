@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
+from thinwire.schedules.seat import Seat
 
 
 def fused(steps: Sequence[Exchanges], rank: int) -> Exchanges:
@@ -27,18 +27,25 @@ def fused(steps: Sequence[Exchanges], rank: int) -> Exchanges:
             yield from _together([request for _, request in asked], rank)
 
 
-def agree(tensors: Sequence[Tensor], codec: Codec, rank: int, world: int, found: list[Tensor]) -> Exchanges:
+def agree(tensors: Sequence[Tensor], seats: Sequence[Seat], found: list[Tensor]) -> Exchanges:
     """The maximum over ranks of every tensor's `summary`, in one exchange; appended to `found`.
 
-    For APS that is a byte for every tensor.
+    For APS that is a byte for every tensor. With feedback the scale leaves room for what is still owed.
     """
-    mine = [codec.summary(x, world) for x in tensors]
+    rank, world = seats[0].rank, seats[0].world
+    mine = [seat.codec.summary(_reach(x, seat), world) for x, seat in zip(tensors, seats, strict=True)]
     joined = torch.cat(mine)
     everyone = joined.new_empty((world, joined.numel()))
     everyone[rank] = joined
     wires = everyone.view(-1).view(torch.uint8)
     yield AllGather(wires, (wires.numel() // world,) * world)
     found.extend(everyone.amax(0).split([each.numel() for each in mine]))
+
+
+def _reach(x: Tensor, seat: Seat) -> Tensor:
+    """The vector, or one as large as it can be with what any of its slots owes."""
+    owed = seat.channel.largest_owed(seat.name)
+    return x.float() + torch.copysign(owed.to(x.device), x.float()) if owed is not None else x
 
 
 def _together(requests: list[Request], rank: int) -> Exchanges:

@@ -71,7 +71,7 @@ def _finite(q: Tensor, seat: Seat) -> Tensor:
     """Where the next step begins: not at NaN, so that one bad step does not spoil every later one."""
     if q.device.type == "meta":
         return q
-    return torch.where(q.isfinite().all(), q, _start(*q.shape, seat, q.device))
+    return torch.where(q.isfinite().all(), q, _start(q.shape[0], q.shape[1], seat, q.device))
 
 
 def _start(columns: int, rank: int, seat: Seat, device: torch.device) -> Tensor:

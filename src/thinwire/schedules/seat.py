@@ -209,7 +209,7 @@ class Seat:
 
     def _shared(self, x: Tensor, start: int) -> Tensor | None:
         """The agreed integers of a vector, or of rows that follow one another."""
-        if self.shared is None:
+        if self.shared is None or not x.numel():
             return None
         rows, numel = (1, x.shape[0]) if x.dim() == 1 else x.shape
         count = self.codec.agreement(numel)

@@ -1,0 +1,668 @@
+"""What holds for every schedule with every codec that it serves; a new entry is covered on arrival."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import operator
+
+import pytest
+import torch
+
+from thinwire import Channel, Stream, codecs, schedules
+from thinwire.codecs import CODECS, RandomK
+from thinwire.errors import CodecError, CommError, InputError, ScheduleError
+from thinwire.runtimes import arguments, local
+from thinwire.runtimes import job as jobs
+from thinwire.runtimes.trace import trace
+from thinwire.schedules import SCHEDULES, AllGather
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+UNIT = 2.0**-24  # half a unit in the last place of float32, relative
+FEW = ("fp32", "bf16", "int8/256", "int4/128~sr", "aps/e5m2", "onebit/column+ef", "topk/0.01+ef")
+LEARNING = [name for name, codec in CODECS.items() if codec.feedback]
+#: A block's numbers follow from it alone (nvfp4 has a factor for the whole vector, besides).
+STEADY = {
+    name: codec for name, codec in CODECS.items() if not codec.needs_rng and codec.grain and name != "nvfp4"
+}
+
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+moving = pytest.mark.parametrize(
+    "schedule", [each for each in SCHEDULES.values() if not each.refuses(codecs.get("int8/256"))],
+    ids=operator.attrgetter("spec"),
+)  # fmt: skip
+
+
+def gauss(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ranks_of(world, *shape, first=0):
+    return [gauss(*shape, seed=first + rank) for rank in range(world)]
+
+
+def served(schedule, world=2, among=CODECS):
+    """The codecs that a schedule serves, if it can serve a world of this size at all."""
+    fits = world % schedule.inside == 0
+    return [codecs.get(spec) for spec in among if fits and not schedule.refuses(codecs.get(spec))]
+
+
+def channels(codec, world):
+    return [Channel(codec) for _ in range(world)] if codec.feedback else codec
+
+
+def reduced(ranks, codec, op="sum", schedule="auto", **options):
+    """Each rank's result; what came in stays as it is."""
+    codec = codecs.get(codec) if isinstance(codec, str) else codec
+    if isinstance(codec, codecs.Codec):
+        codec = channels(codec, len(ranks))
+    results = [[x.clone() for x in each] if isinstance(each, list) else each.clone() for each in ranks]
+    local.all_reduce(results, codec, op, schedule, **options)
+    return results
+
+
+def digest(x):
+    """Of the bits of a tensor, or of a bucket."""
+    tensors = x if isinstance(x, list) else [x]
+    found = hashlib.sha256()
+    for each in tensors:
+        found.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def alike(results):
+    return len({digest(each) for each in results}) == 1
+
+
+def total(ranks):
+    return sum(x.double() for x in ranks)
+
+
+def relative_error(result, exact):
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+# All ranks end with the same bits
+
+
+@every_schedule
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ranks_hold_the_same_bits(schedule, world):
+    for codec, (numel, op) in itertools.product(served(schedule, world), ((1000, "avg"), (729, "sum"))):
+        ranks = ranks_of(world, numel)
+        results = reduced(ranks, codec, op, schedule)
+        assert alike(results), codec.spec
+        assert bool(torch.stack(results).isfinite().all()), codec.spec
+        if world == 1:
+            assert digest(results[0]) == digest(ranks[0])
+
+
+@every_schedule
+@pytest.mark.parametrize("numel", [0, 1, 3, 7])
+def test_sizes_under_the_world_and_nothing_at_all_go_through(schedule, numel):
+    for codec in served(schedule, 8):
+        results = reduced(ranks_of(8, numel), codec, "avg", schedule)
+        assert alike(results), codec.spec
+        assert results[0].shape == (numel,)
+        assert bool(results[0].isfinite().all()), codec.spec
+
+
+@every_schedule
+@pytest.mark.parametrize("world", [3, 4])
+def test_matrices_and_other_shapes_keep_their_shape(schedule, world):
+    for codec, shape in itertools.product(served(schedule, world, FEW), ((11, 101), (3, 5, 7), (2, 0, 4))):
+        results = reduced(ranks_of(world, *shape), codec, "avg", schedule)
+        assert alike(results), codec.spec
+        assert results[0].shape == shape
+
+
+@every_schedule
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32_and_rounded_once(schedule, dtype):
+    for codec in served(schedule, 4, FEW):
+        ranks = [x.to(dtype) for x in ranks_of(4, 700)]
+        results = reduced(ranks, codec, "avg", schedule)
+        wide = reduced([x.float() for x in ranks], codec, "avg", schedule)
+        assert alike(results), codec.spec
+        assert digest(results[0]) == digest(wide[0].to(dtype)), codec.spec
+
+
+@every_schedule
+def test_tensors_that_are_not_contiguous_are_changed_in_place(schedule):
+    for codec in served(schedule, 4, FEW):
+        plain = ranks_of(4, 24, 30)
+        bases = [torch.zeros(60, 24) for _ in plain]
+        views = [base[::2].t() for base in bases]
+        for view, x in zip(views, plain, strict=True):
+            view.copy_(x)
+        local.all_reduce(views, channels(codec, 4), "sum", schedule)
+        assert digest(views[0]) == digest(reduced(plain, codec, "sum", schedule)[0]), codec.spec
+        assert alike(views)
+        assert not any(bool(base[1::2].any()) for base in bases)  # what lies between is left alone
+
+
+@moving
+def test_tensors_of_several_pieces_stay_equal(schedule):
+    numel, world = 2 * jobs.PIECE + 1000, 4
+    codec = codecs.get("int8/256")
+    assert len(list(jobs.spans([numel], [codec], schedule))) == 3
+    ranks = ranks_of(world, numel)
+    results = reduced(ranks, codec, "avg", schedule)
+    assert alike(results)
+    assert relative_error(results[0], total(ranks) / world) < 0.03
+
+
+@pytest.mark.parametrize("spec", ["int4/128~sr", "onebit/64+ef", "aps/e4m3", "topk/0.01+ef"])
+def test_several_pieces_of_random_and_learning_codecs_stay_equal(spec):
+    ranks = ranks_of(3, jobs.PIECE + 1000)
+    assert alike(reduced(ranks, spec, "avg", "two_shot"))
+
+
+def test_the_same_stream_gives_the_same_bits_and_another_does_not():
+    ranks = ranks_of(3, 1000)
+    for schedule in ("one_shot", "two_shot", "ring", "tree"):
+        one, again, other = (
+            reduced(ranks, "qsgd4/512", "avg", schedule, rng=Stream(seed))[0] for seed in (1, 1, 2)
+        )
+        assert digest(one) == digest(again)
+        assert digest(one) != digest(other)
+
+
+def test_ranks_with_the_same_numbers_do_not_round_alike():
+    """Otherwise errors would not average out."""
+    world, x = 64, gauss(1000)
+    errors = [
+        relative_error(reduced([x] * n, "qsgd4/512", "avg", "one_shot")[0], x.double())
+        for n in (1 + 1, world)
+    ]
+    assert errors[1] < errors[0] / 4  # by the square root of 32
+
+
+# Exactness
+
+
+def chain(values):
+    return functools.reduce(operator.add, values)
+
+
+def pairs(values):
+    while len(values) > 1:
+        values = [chain(values[i : i + 2]) for i in range(0, len(values), 2)]
+    return values[0]
+
+
+def around(values, ahead):
+    """Shard s begins with rank s + ahead."""
+    world, shard = len(values), -(-values[0].numel() // len(values))
+    parts = []
+    for s in range(-(-values[0].numel() // shard)):
+        turned = [values[(s + ahead + i) % world][s * shard : (s + 1) * shard] for i in range(world)]
+        parts.append(chain(turned))
+    return torch.cat(parts)
+
+
+ORDERS = {
+    "native": chain, "one_shot": chain, "two_shot": chain, "tree": pairs, "low_rank/2": chain,
+    "ring": functools.partial(around, ahead=0),
+    "hierarchical/2": lambda values: chain([chain(values[i : i + 2]) for i in range(0, len(values), 2)]),
+    "accumulate/sequential": chain, "accumulate/tree": pairs,
+    "accumulate/ring": functools.partial(around, ahead=1),
+    "accumulate/2": lambda values: chain([chain(values[i : i + 2]) for i in range(0, len(values), 2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("schedule", ORDERS)
+def test_fp32_sums_are_those_of_float32_in_the_order_of_the_schedule(schedule, world):
+    if world % SCHEDULES[schedule].inside:
+        return
+    ranks = ranks_of(world, 1003)
+    results = reduced(ranks, "fp32", "sum", schedule)
+    assert digest(results[0]) == digest(ORDERS[schedule](ranks))
+
+
+@every_schedule
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_fp32_sums_and_means_are_as_good_as_float32_can_be(schedule, op):
+    """World additions and one product round, each by a unit of at most the sum of magnitudes."""
+    for world in (2, 4, 8):
+        if not served(schedule, world, ["fp32"]) or ":bf16" in schedule.spec:
+            continue
+        ranks = ranks_of(world, 1003)
+        weight = 1 / world if op == "avg" else 1.0
+        off = (reduced(ranks, "fp32", op, schedule)[0].double() - weight * total(ranks)).abs()
+        assert bool((off <= 2 * world * UNIT * weight * total([x.abs() for x in ranks])).all())
+
+
+@moving
+@pytest.mark.parametrize("spec", ["int8/256", "e4m3fn/128", "maxmin4/1024", "aps/e4m3"])
+def test_the_mean_over_a_power_of_two_is_the_sum_divided(schedule, spec):
+    """Scales are multiplied by a power of two, which rounds nothing."""
+    ranks = ranks_of(4, 1000)
+    mean = reduced(ranks, spec, "avg", schedule)[0]
+    torch.testing.assert_close(mean * 4, reduced(ranks, spec, "sum", schedule)[0], rtol=1e-5, atol=1e-6)
+
+
+# Error bounds
+
+#: The largest error of one rounding over the largest magnitude of a block: half the widest gap over the
+#: format's maximum (all of the gap at random).
+ROUNDING = {
+    "int8/256": 1 / 254, "int4/128": 1 / 14, "int4/128~sr": 1 / 7, "int8": 1 / 254, "e4m3fn/128": 16 / 448,
+    "e5m2/128": 4096 / 57344, "maxmin4/1024": 1 / 15, "nf4/64": 0.5 * (1 - 0.7229568), "bf16": 2.0**-8,
+    "fp16": 2.0**-11, "qsgd4/512": 1 / 7,
+}  # fmt: skip
+
+
+def depth(schedule, world):
+    """How many times a value is rounded on its way."""
+    return {
+        "one_shot": 1, "two_shot": 2, "ring": world, "tree": 1 + math.ceil(math.log2(world)),
+        "hierarchical/2": 1 if world == 4 else 2,
+    }[schedule]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 4, 5, 8])
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
+@pytest.mark.parametrize("spec", ROUNDING)
+def test_errors_stay_within_what_the_roundings_on_the_way_allow(spec, schedule, world):
+    """|error| <= A ((1 + r)^d - 1), for A the sum over ranks of a block's largest magnitude.
+
+    One rounding is off by at most r times the largest magnitude of its block (see ROUNDING). What has been
+    rounded k times has, over all wires that make up the sum, magnitudes of at most A (1 + r)^k; so rounding
+    it again adds at most r A (1 + r)^k. Over k = 0 .. d - 1 that is a geometric series. Shards are whole
+    blocks, so blocks are the same in every wire; a codec without blocks has smaller ones in shards.
+    """
+    if world % SCHEDULES[schedule].inside:
+        return
+    codec, numel = codecs.get(spec), 1003
+    ranks = [x * 10 ** gauss(1, seed=7 + i) for i, x in enumerate(ranks_of(world, numel))]
+    block = codec.grain or numel
+    padded = torch.nn.functional.pad(torch.stack(ranks).double(), (0, -numel % block))
+    largest = padded.view(world, -1, block).abs().amax(-1).sum(0).repeat_interleave(block)[:numel]
+    allowed = largest * ((1 + ROUNDING[spec]) ** depth(schedule, world) - 1 + 2 * world * UNIT) + 2.0**-24
+    off = (reduced(ranks, codec, "sum", schedule)[0].double() - total(ranks)).abs()
+    assert bool((off <= allowed).all())
+    assert float((off / allowed).max()) > 0.005  # the bound is not idle
+
+
+@pytest.mark.parametrize("spec", ["int8/256", "int4/128", "e4m3fn/128"])
+def test_fewer_roundings_have_smaller_errors(spec):
+    def error(schedule):
+        found = []
+        for seed in range(4):
+            ranks = ranks_of(8, 4096, first=10 * seed)
+            found.append(relative_error(reduced(ranks, spec, "avg", schedule)[0], total(ranks) / 8))
+        return sum(found)
+
+    assert error("one_shot") < error("two_shot") < error("ring")
+    assert error("two_shot") < error("tree")
+
+
+# Buckets
+
+
+BUCKET = ((1000,), (0,), (7,), (40, 12), (1,), (0, 3), (300,))
+NAMES = [f"layer{i}" for i in range(len(BUCKET))]
+
+
+@every_schedule
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_bucket_has_the_bits_of_one_call_for_each_tensor(schedule, world):
+    for codec in served(schedule, world):
+        if codec.needs_rng or any(schedule.refuses(codec.for_shape(shape)) for shape in BUCKET):
+            continue
+        ranks = [
+            [gauss(*shape, seed=10 * rank + i) for i, shape in enumerate(BUCKET)] for rank in range(world)
+        ]
+        results = reduced(ranks, codec, "avg", schedule, name=NAMES)
+        assert alike(results), codec.spec
+        for i, name in enumerate(NAMES):
+            alone = reduced([each[i] for each in ranks], codec, "avg", schedule, name=name)
+            assert digest(alone[0]) == digest(results[0][i]), (codec.spec, name)
+
+
+@pytest.mark.parametrize("schedule", ["two_shot", "ring", "hierarchical/2"])
+def test_a_bucket_is_refused_if_any_of_its_tensors_must_not_be_cut(schedule):
+    """A DCT of two dimensions is for whole matrices, wherever in the bucket one is."""
+    codec = CODECS["dct/64:8+ef"]
+    assert not SCHEDULES[schedule].refuses(codec)
+    assert SCHEDULES[schedule].refuses(codec.for_shape((40, 12)))
+    ranks = [[gauss(100), gauss(40, 12)] for _ in range(2)]
+    with pytest.raises(ScheduleError, match="is for a whole tensor and cannot be cut into shards"):
+        reduced(ranks, codec, "sum", schedule)
+
+
+def test_auto_chooses_for_a_bucket_what_suits_all_of_its_tensors():
+    for spec in ("dct/64:8+ef", "onebit/column+ef", "aps/e5m2", "int8/256"):
+        ranks = [[gauss(100, seed=r), gauss(40, 12, seed=r), gauss(1, seed=r)] for r in range(4)]
+        assert alike(reduced(ranks, spec)), spec
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["aps/e5m2", "fp8lm", "qsgd8~shared", "int8/256~shared"])
+def test_a_shared_scale_goes_with_ranks_that_have_nothing_to_send(spec, numel):
+    for world in (2, 4, 6, 8):
+        assert alike(reduced(ranks_of(world, numel), spec, "sum", "hierarchical/2"))
+
+
+@pytest.mark.parametrize("spec", ["aps/e5m2+ef", "aps/e3m0+ef", "fp8lm+ef"])
+def test_what_is_owed_counts_when_ranks_agree_on_a_scale(spec):
+    """Otherwise it does not fit under the scale of small gradients, and arrives a drop at a time."""
+    kept, owed = channels(codecs.get(spec), 3), []
+    for step in range(6):
+        reduced([x * (1e-6 if step else 1.0) for x in ranks_of(3, 500)], kept, "avg", "one_shot")
+        owed.append(max(float(channel.residuals["tensor/sent"].abs().max()) for channel in kept))
+    assert owed[-1] < owed[0] / 2
+
+
+@every_schedule
+def test_a_bucket_of_random_codecs_is_equal_on_all_ranks(schedule):
+    for codec in served(schedule, 4):
+        if codec.needs_rng:
+            ranks = [
+                [gauss(*shape, seed=i + 10 * rank) for i, shape in enumerate(BUCKET)] for rank in range(4)
+            ]
+            assert alike(reduced(ranks, codec, "avg", schedule)), codec.spec
+
+
+@every_schedule
+def test_a_bucket_needs_no_more_exchanges_than_a_tensor(schedule):
+    for codec in served(schedule, 4, FEW):
+        one, bucket = (trace(each, codec, 4, schedule) for each in (1000, [1000, 700, 0, 7, 1000]))
+        assert bucket.exchanges == one.exchanges, codec.spec
+        assert bucket.kinds == one.kinds
+
+
+@pytest.mark.parametrize("spec", ["aps/e5m2", "aps/e4m3", "aps/e3m0"])
+def test_the_agreement_is_one_exchange_of_a_byte_for_every_tensor(spec):
+    tensors = [gauss(1000), gauss(7), gauss(300), torch.empty(0)]
+    job = arguments.all_reduce_job(tensors, spec, "sum", "two_shot", local.Rank(1, 4))
+    requests = []
+    for request in job.agreement:
+        requests.append(request)
+        request.wires.zero_()
+    assert len(requests) == 1
+    assert isinstance(requests[0], AllGather)
+    assert tuple(requests[0].sizes) == (3, 3, 3, 3)  # nothing is agreed on for nothing
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
+@pytest.mark.parametrize("spec", ["aps/e5m2", "fp8lm", "qsgd8~shared", "int8/256~shared"])
+def test_tensors_of_a_bucket_have_scales_of_their_own(schedule, spec):
+    """Six orders of magnitude apart, each is as good as it would be alone."""
+    ranks = [
+        [gauss(1000, seed=r), 1e-6 * gauss(700, seed=9 + r), 1e6 * gauss(300, seed=19 + r)] for r in range(4)
+    ]
+    results = reduced(ranks, spec, "avg", schedule)
+    assert alike(results)
+    for i in range(3):
+        exact = total([each[i] for each in ranks]) / 4
+        assert relative_error(results[0][i], exact) < 0.3
+
+
+# Pieces
+
+
+@pytest.mark.parametrize(
+    "schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2", "accumulate/tree"]
+)
+def test_cutting_into_pieces_changes_no_bit(schedule, monkeypatch):
+    """For codecs that look at a few neighbours; fp32 aside, sums on a ring begin where shards do."""
+    plan, uncut = SCHEDULES[schedule], jobs.spans
+    ranks = ranks_of(4, 5000)
+    for codec in served(plan, 4, STEADY):
+        if schedule == "ring":  # shards of a piece are others, so sums begin with other ranks
+            continue
+        found = set()
+        for piece in (1 << 8, 1 << 10, 1 << 30):
+            monkeypatch.setattr(jobs, "spans", functools.partial(uncut, piece=piece))
+            assert piece > 1 << 10 or len(list(jobs.spans([5000], [codec], plan))) > 1 or codec.grain > 1024
+            found.add(digest(reduced(ranks, codec, "avg", schedule)[0]))
+        assert len(found) == 1, codec.spec
+
+
+@pytest.mark.parametrize("spec", ["onebit/64+ef", "int8/256", "int4/128~sr", "aps/e4m3", "int8/256~shared"])
+def test_pieces_of_a_ring_are_equal_on_all_ranks_and_as_good(spec, monkeypatch):
+    ranks = ranks_of(4, 5000)
+    exact, whole = total(ranks), reduced(ranks, spec, "sum", "ring")
+    monkeypatch.setattr(jobs, "spans", functools.partial(jobs.spans, piece=1 << 10))
+    cut = reduced(ranks, spec, "sum", "ring")
+    assert alike(cut)
+    assert relative_error(cut[0], exact) == pytest.approx(relative_error(whole[0], exact), rel=0.1)
+
+
+def test_small_tensors_of_a_bucket_travel_together_up_to_a_piece(monkeypatch):
+    numels = [300] * 10 + [5000] + [1] * 3
+    codec, plan = codecs.get("int8/256"), SCHEDULES["two_shot"]
+    groups = list(jobs.spans(numels, [codec] * 14, plan, piece=1024))
+    covered = sorted((span.tensor, span.start, span.stop) for group in groups for span in group)
+    assert [sum(stop - start for i, start, stop in covered if i == t) for t in range(14)] == numels
+    assert all(sum(span.stop - span.start for span in group) <= 1024 for group in groups)
+    monkeypatch.setattr(jobs, "spans", functools.partial(jobs.spans, piece=1024))
+    ranks = [[gauss(numel, seed=20 * rank + i) for i, numel in enumerate(numels)] for rank in range(3)]
+    results = reduced(ranks, codec, "avg", plan)
+    assert alike(results)
+    monkeypatch.undo()
+    assert digest(results[0]) == digest(reduced(ranks, codec, "avg", plan)[0])
+
+
+# What is not finite
+
+
+@every_schedule
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_number_on_one_rank_is_seen_by_all(schedule, bad):
+    """In the element itself, and nowhere outside its block; random-k may not choose it at all."""
+    for codec in served(schedule, 4):
+        if isinstance(codec, RandomK):
+            continue
+        ranks = ranks_of(4, 1100)
+        ranks[2][300] = bad
+        results = reduced(ranks, codec, "avg", schedule)
+        assert alike(results), codec.spec
+        assert not bool(results[0][300].isfinite()), codec.spec
+        if codec.spec in STEADY and not codec.agreement(1):
+            first = 300 // codec.grain * codec.grain
+            outside = torch.cat((results[0][:first], results[0][first + codec.grain :]))
+            assert bool(outside.isfinite().all()), codec.spec
+
+
+@every_schedule
+@pytest.mark.parametrize("spec", LEARNING)
+def test_a_bad_step_does_not_spoil_later_ones(schedule, spec):
+    if not served(schedule, 4, [spec]):
+        return
+    kept = channels(CODECS[spec], 4)
+    for step in range(3):
+        ranks = ranks_of(4, 1100, first=10 * step)
+        if step == 1:
+            ranks[2][300] = math.nan
+        results = reduced(ranks, kept, "avg", schedule)
+        assert alike(results)
+        assert bool(results[0].isfinite().all()) == (step != 1)
+
+
+# Error feedback over steps
+
+
+def running_mean(spec, schedule, steps, world=4):
+    """Relative error of the mean of so many all-reduces of the same gradients."""
+    ranks = ranks_of(world, 2000)
+    kept = [Channel(spec) for _ in ranks]
+    seen = torch.zeros(2000, dtype=torch.float64)
+    for _ in range(steps):
+        results = reduced(ranks, kept, "avg", schedule)
+        assert alike(results)
+        seen += results[0].double()
+    return relative_error(seen / steps, total(ranks) / world)
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
+def test_with_feedback_what_was_held_back_arrives_later(schedule):
+    few, many = (running_mean("onebit/64+ef", schedule, steps) for steps in (10, 100))
+    assert many < 0.1
+    assert many < few / 4  # what is owed grows more slowly than what has arrived
+    assert running_mean("onebit/64", schedule, 100) > 0.4
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "sparse", "sparse_levels/2"])
+def test_with_feedback_a_hundredth_at_a_time_adds_up_to_all(schedule):
+    few, many = (running_mean("topk/0.01+ef", schedule, steps) for steps in (100, 500))
+    assert few < 0.8
+    assert many < 0.3
+    assert many < few / 2
+    assert running_mean("topk/0.01", schedule, 100) > 0.85
+
+
+def test_the_owner_of_a_shard_keeps_a_residual_of_its_own():
+    ranks, kept = ranks_of(3, 1000), channels(CODECS["onebit/64+ef"], 3)
+    reduced(ranks, kept, "avg", "two_shot")
+    for channel in kept:
+        assert any(slot.startswith("tensor/sent") for slot in channel.residuals)
+        assert channel.residuals["tensor/reduced"].abs().max() > 0
+    reduced(ranks, kept, "avg", "one_shot", name="other")
+    assert not any("reduced" in slot for slot in kept[0].residuals if slot.startswith("other"))
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree"])
+def test_what_is_sent_and_what_is_owed_add_up(schedule):
+    """Over all ranks and slots, the mean so far and the residuals are the gradients so far."""
+    world, kept = 4, channels(codecs.get("onebit/64+ef"), 4)
+    given, seen = torch.zeros(1024, dtype=torch.float64), torch.zeros(1024, dtype=torch.float64)
+    for step in range(5):
+        ranks = ranks_of(world, 1024, first=10 * step)
+        given += total(ranks)
+        seen += reduced(ranks, kept, "sum", schedule)[0].double()
+    owed = float(sum(each.double().sum() for channel in kept for each in channel.residuals.values()))
+    assert float(given.sum() - seen.sum()) == pytest.approx(owed, abs=1e-3)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("two_shoot", "no schedule is called 'two_shoot'; did you mean 'two_shot'"),
+        ("zzz", "There are: auto, native, one_shot"),
+        ("", "no schedule is called ''"),
+        ("ring/4", "ring takes no option, not '/4'"),
+        ("hierarchical/x", "expected a number from 1 on, such as hierarchical/4"),
+        ("hierarchical/0", "expected a number from 1 on"),
+        ("hierarchical/2:qsgd4/512", "cannot be used inside a node; use fp32, bf16"),
+        ("hierarchical/2:aps/e5m2", "cannot be used inside a node"),
+        ("hierarchical/2:onebit/64+ef", "cannot be used inside a node"),
+        ("low_rank/-1", "expected a number from 1 on, such as low_rank/4"),
+        ("accumulate", "the order of additions is one of sequential, ring, tree or a number"),
+        ("accumulate/star", "such as accumulate/16"),
+        ("accumulate/0", "expected a number from 1 on"),
+        ("accumulate/tree+neumaier", r"knows '\+kahan', not '\+neumaier'"),
+    ],
+)
+def test_unknown_schedules_and_options_are_refused_with_advice(schedule, message):
+    with pytest.raises(ScheduleError, match=message):
+        local.all_reduce(ranks_of(2, 10), "aps/e5m2", "sum", schedule)
+
+
+@every_schedule
+def test_a_refusal_lists_the_schedules_that_can(schedule):
+    for spec, codec in CODECS.items():
+        why = schedule.refuses(codec)
+        if not why:
+            assert schedules.get(schedule, codec) is schedule
+            continue
+        with pytest.raises(ScheduleError) as caught:
+            local.all_reduce(ranks_of(2, 10), channels(codec, 2), "sum", schedule)
+        assert why in str(caught.value)
+        listed = str(caught.value).split("These can: ")[1].split(", ")
+        assert listed == [name for name, each in SCHEDULES.items() if not each.refuses(codec)]
+        assert "one_shot" in listed, spec
+
+
+def test_a_codec_for_whole_tensors_is_not_cut_into_shards():
+    codec = codecs.get("onebit/column:8t+ef")
+    for schedule in ("two_shot", "ring", "hierarchical/2"):
+        with pytest.raises(ScheduleError, match="is for a whole tensor and cannot be cut into shards"):
+            schedules.get(schedule, codec)
+    assert schedules.get("one_shot", codec).spec == "one_shot"
+
+
+@pytest.mark.parametrize("schedule", ["hierarchical/3", "sparse_levels/3"])
+def test_nodes_that_do_not_divide_the_world_are_told_what_would(schedule):
+    codec = CODECS["topk/0.01+ef"]
+    with pytest.raises(
+        ScheduleError, match="8 ranks do not make nodes of 3; these numbers would do: 1, 2, 4, 8"
+    ):
+        local.all_reduce(ranks_of(8, 10), channels(codec, 8), "sum", schedule)
+    with pytest.raises(ScheduleError, match="do not make nodes of 5"):
+        local.all_reduce(ranks_of(8, 10), "int8/256", "sum", "hierarchical", inside=5)
+
+
+@pytest.mark.parametrize("spec", LEARNING)
+def test_feedback_without_a_channel_is_refused(spec):
+    with pytest.raises(CodecError, match=r"remembers what it owes: pass thinwire\.Channel"):
+        local.all_reduce(ranks_of(2, 10), spec)
+
+
+@pytest.mark.parametrize("op", ["max", None, 3, torch.distributed.ReduceOp.MAX, "mean"])
+def test_other_reductions_than_sum_and_mean_are_refused(op):
+    with pytest.raises(InputError, match="op must be 'sum' or 'avg'"):
+        local.all_reduce(ranks_of(2, 10), "int8/256", op)
+
+
+def test_reductions_may_be_named_as_torch_does():
+    ranks = ranks_of(3, 100)
+    for ours, theirs in (("sum", torch.distributed.ReduceOp.SUM), ("avg", torch.distributed.ReduceOp.AVG)):
+        assert digest(reduced(ranks, "fp32", ours)[0]) == digest(reduced(ranks, "fp32", theirs)[0])
+
+
+@pytest.mark.parametrize("schedule", [None, 2, ["ring"]])
+def test_a_schedule_is_a_string(schedule):
+    with pytest.raises(ScheduleError, match="a schedule is a string such as 'two_shot'"):
+        local.all_reduce(ranks_of(2, 10), "int8/256", "sum", schedule)
+
+
+def test_tensors_that_cannot_be_reduced_are_refused():
+    for bad, message in (
+        (torch.zeros(3, dtype=torch.float64), "expected float32, bfloat16 or float16, got torch.float64"),
+        (torch.zeros(3, dtype=torch.int32), "got torch.int32"),
+        ([], "got an empty list"),
+        ([torch.zeros(3), torch.zeros(3).half()], "of one dtype and on one device"),
+        (torch.zeros(3, device="meta"), "on cpu or cuda"),
+    ):
+        with pytest.raises(InputError, match=message):
+            local.all_reduce([bad, bad], "int8/256")
+
+
+def test_ranks_that_call_different_things_are_told_so():
+    for one, other in ((gauss(10), gauss(11)), (gauss(10), gauss(10).half())):
+        with pytest.raises(CommError, match="ranks disagree"):
+            local.all_reduce([one, other], "int8/256")
+    with pytest.raises(CommError, match="ranks disagree"):
+        local.all_reduce(ranks_of(2, 10), ["int8/256", "int4/128"])
+
+
+def test_names_of_a_bucket_must_differ():
+    for names in (["a", "a"], ["a"]):
+        with pytest.raises(InputError, match="2 tensors need as many different names"):
+            local.all_reduce([[gauss(3), gauss(4)]] * 2, "int8/256", name=names)
+
+
+def test_another_size_under_the_same_name_is_refused():
+    kept = channels(CODECS["onebit/64+ef"], 2)
+    reduced(ranks_of(2, 100), kept)
+    with pytest.raises(InputError, match="give tensors of another shape another name"):
+        reduced(ranks_of(2, 101), kept)
+
+
+# A schedule is data
+
+
+@every_schedule
+def test_schedules_are_frozen_and_known_by_their_spec(schedule):
+    assert schedules.get(schedule.spec) is schedule
+    assert schedules.get(schedule) is schedule
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        schedule.spec = "other"

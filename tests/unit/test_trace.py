@@ -1,0 +1,240 @@
+"""What a trace and an explanation say, against what ranks really send each other."""
+
+import functools
+import resource
+from collections import Counter
+
+import pytest
+import torch
+
+from thinwire import Channel, codecs, explain
+from thinwire.errors import InputError, ScheduleError
+from thinwire.runtimes import arguments, local
+from thinwire.runtimes import job as jobs
+from thinwire.runtimes.trace import trace
+from thinwire.schedules import SCHEDULES, AllGather, AllReduce, AllToAll
+from thinwire.schedules.choose import SMALL_NBYTES, choose
+
+DOZEN = (
+    "fp32", "bf16", "int8", "int8/256", "int4/128~sr", "e4m3fn/128", "nvfp4", "aps/e5m2", "int8/256~shared",
+    "onebit/64+ef", "topk/0.01+ef", "randomk/0.01~unbiased", "threshold/0.001~cap0.1+ef",
+)  # fmt: skip
+HUGE_NUMEL, HUGE_WORLD = 70_000_000_000, 10_000
+
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+
+
+def gauss(numel, seed=0):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def served(schedule, world, specs=DOZEN):
+    fits = world % schedule.inside == 0
+    return [codecs.get(spec) for spec in specs if fits and not schedule.refuses(codecs.get(spec))]
+
+
+def watched(steps, rank, world, count):
+    """The same exchanges; the bytes in their tensors are counted."""
+    for request in steps:
+        peers = request.peers or range(world)
+        place = peers.index(rank)
+        others = [i for i in range(len(peers)) if i != place]
+        count["exchanges"] += 1
+        if isinstance(request, AllGather):
+            parts = [part.numel() for part in request.wires.split(list(request.sizes))]
+            sent, received = [parts[place]] * len(others), [parts[i] for i in others]
+        elif isinstance(request, AllToAll):
+            parts = [part.numel() for part in request.wire.split(list(request.sizes))]
+            room = request.out.numel()
+            coming = request.coming or [room // len(peers)] * len(peers)
+            assert sum(coming) == room
+            sent, received = [parts[i] for i in others], [coming[i] for i in others]
+        elif isinstance(request, AllReduce):  # as on a ring: a share in each of 2 (N - 1) steps
+            hops = 2 * len(others)
+            share = hops * request.values.nbytes // len(peers)
+            sent, received = [share] + [1] * (hops - 1) if hops else [], [share]
+            count["sent"] -= max(hops - 1, 0)
+        else:
+            sent = [] if request.wire is None else [request.wire.numel()]
+            received = [] if request.out is None else [request.out.numel()]
+        count["sent"] += sum(sent)
+        count["received"] += sum(received)
+        count["messages"] += len(sent) if isinstance(request, AllReduce) else sum(map(bool, sent))
+        yield request
+
+
+def moved(numels, codec, world, schedule):
+    """What every rank really sends and receives."""
+    counts = [Counter() for _ in range(world)]
+    made = []
+    for rank in range(world):
+        tensors = [gauss(numel, rank) for numel in numels]
+        channel = Channel(codec) if codec.feedback else codec
+        made.append(arguments.all_reduce_job(tensors, channel, "sum", schedule, local.Rank(rank, world)))
+
+    def lockstep(generators):
+        local.lockstep([watched(each, r, world, counts[r]) for r, each in enumerate(generators)])
+
+    if made[0].agreement is not None:
+        lockstep([job.agreement for job in made])
+    for starts in zip(*(job.starts() for job in made), strict=True):
+        lockstep([start(jobs.Buffers()) for start in starts])
+    return counts
+
+
+def compare(numels, codec, world, schedule):
+    for rank, count in enumerate(moved(numels, codec, world, schedule)):
+        found = trace(numels, codec, world, schedule, rank=rank)
+        where = f"{codec.spec}, {numels}, rank {rank} of {world}"
+        assert found.sent_nbytes == count["sent"], where
+        assert found.received_nbytes == count["received"], where
+        assert found.messages == count["messages"], where
+        assert found.exchanges == count["exchanges"] == sum(found.kinds.values()), where
+
+
+# Counts
+
+
+@every_schedule
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_a_trace_counts_what_ranks_send(schedule, world, monkeypatch):
+    monkeypatch.setattr(jobs, "spans", functools.partial(jobs.spans, piece=1024))
+    for codec in served(schedule, world):
+        for numels in ([0], [1], [1000], [2600], [300, 0, 7, 3000, 1]):
+            compare(numels, codec, world, schedule)
+
+
+@every_schedule
+def test_a_trace_counts_what_ranks_send_of_a_large_tensor(schedule):
+    for codec in served(schedule, 4, ("fp32", "int8/256", "aps/e5m2", "topk/0.01+ef")):
+        compare([300_000], codec, 4, schedule)
+
+
+@pytest.mark.parametrize("spec", ["int8/256", "aps/e5m2", "fp32"])
+def test_tensors_of_several_pieces_are_counted_piece_by_piece(spec):
+    numel = jobs.PIECE + 1000
+    for schedule in ("two_shot", "ring"):
+        compare([numel], codecs.get(spec), 3, SCHEDULES[schedule])
+
+
+@every_schedule
+def test_a_rank_alone_sends_nothing(schedule):
+    for codec in served(schedule, 1):
+        found = trace([1000, 0, 7], codec, 1, schedule)
+        assert (found.sent_nbytes, found.received_nbytes, found.messages, found.exchanges) == (0, 0, 0, 0)
+
+
+def test_bytes_are_those_of_the_table():
+    """What the docstring of the schedules promises, for a wire of b bytes."""
+    codec, world, numel = codecs.get("int8/256"), 8, 8 * 256 * 10
+    wire, shard = codec.nbytes(numel), codec.nbytes(numel // world)
+    found = {each: trace(numel, codec, world, each) for each in ("one_shot", "two_shot", "ring", "tree")}
+    assert found["one_shot"].sent_nbytes == (world - 1) * wire
+    assert found["two_shot"].sent_nbytes == found["ring"].sent_nbytes == 2 * (world - 1) * shard
+    assert found["tree"].sent_nbytes == 3 * wire  # rank 0 sends to three
+    assert [each.exchanges for each in found.values()] == [1, 2, 14, 6]
+
+
+@every_schedule
+def test_all_that_is_sent_is_received(schedule):
+    for codec in served(schedule, 8, ("int8/256", "aps/e5m2", "topk/0.01+ef", "bf16")):
+        found = [trace(1000, codec, 8, schedule, rank=rank) for rank in range(8)]
+        assert sum(each.sent_nbytes for each in found) == sum(each.received_nbytes for each in found)
+
+
+@every_schedule
+def test_seventy_billion_elements_on_ten_thousand_ranks_take_no_memory(schedule):
+    for codec in served(schedule, HUGE_WORLD, ("bf16", "int8/256", "aps/e5m2", "topk/0.01")):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = trace(HUGE_NUMEL, codec, HUGE_WORLD, schedule)
+        assert found.sent_nbytes > HUGE_NUMEL / 100
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+def test_a_world_that_does_not_fit_is_refused():
+    with pytest.raises(ScheduleError, match="3 ranks do not make nodes of 2"):
+        trace(1000, "int8/256", 3, "hierarchical/2")
+    for world, rank, numel in ((0, 0, 10), (4, 4, 10), (4, -1, 10), (4, 0, -1)):
+        with pytest.raises(InputError, match="or a negative size"):
+            trace(numel, "int8/256", world, rank=rank)
+    with pytest.raises(ScheduleError, match="cannot serve"):
+        trace(1000, "int8/256", 4, "native")
+
+
+# What auto chooses
+
+
+@pytest.mark.parametrize(
+    ("spec", "numel", "world", "schedule", "reason"),
+    [
+        ("fp32", 10, 8, "native", "the network itself can add fp32"),
+        ("bf16", 10**9, 8, "native", "the network itself can add bf16"),
+        ("topk/0.01", 10**7, 8, "sparse", "gathered and added where they belong"),
+        ("dct/64:8", 10**7, 8, "sparse", "gathered"),
+        ("onebit/column:8t", 8 * 10**5, 8, "one_shot", "cannot be cut into shards"),
+        ("int8/256", 10**8, 2, "one_shot", "between two ranks"),
+        ("int8/256", 10**8, 1, "one_shot", "between two ranks"),
+        ("int8/256", 1000, 8, "one_shot", "are few"),
+        ("int8/256", 10**7, 8, "two_shot", "2 x 7/8 of a wire"),
+        ("aps/e5m2", 10**7, 8, "two_shot", "2 x 7/8"),
+        ("onebit/64", 10**7, 8, "two_shot", "2 x 7/8"),
+    ],
+)
+def test_auto_has_a_schedule_and_a_reason(spec, numel, world, schedule, reason):
+    found, why = choose(codecs.get(spec), numel, world)
+    assert found == schedule
+    assert reason in why
+    assert trace(numel, spec, world).schedule == schedule
+    assert not SCHEDULES[schedule].refuses(codecs.get(spec))
+
+
+def test_auto_changes_over_where_one_exchange_sends_too_much():
+    codec = codecs.get("int8/256")
+    largest = max(n for n in range(1, 40_000) if 2 * codec.nbytes(n) <= SMALL_NBYTES)
+    assert choose(codec, largest, 3)[0] == "one_shot"
+    assert choose(codec, largest + 1, 3)[0] == "two_shot"
+
+
+@pytest.mark.parametrize("spec", codecs.CODECS)
+def test_auto_chooses_what_can_serve(spec):
+    codec = codecs.get(spec)
+    for numel, world in ((0, 4), (1, 1), (1000, 2), (10**6, 5), (10**8, 64)):
+        schedule = choose(codec, numel, world)[0]
+        assert not SCHEDULES[schedule].refuses(codec)
+
+
+# Explanations
+
+
+@pytest.mark.parametrize("spec", ["int8/256", "fp32", "topk/0.01+ef", "aps/e4m3", "onebit/column+ef"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_an_explanation_names_the_schedule_the_reason_and_all_choices(spec, world):
+    found = explain(1_000_000, spec, world=world)
+    text = str(found)
+    assert text.startswith(f"{found.schedule}: all_reduce of 1,000,000 elements, {spec}, {world} ranks")
+    assert f"because {found.why}" in text
+    can = [
+        name
+        for name, each in SCHEDULES.items()
+        if not each.refuses(codecs.get(spec)) and not world % each.inside and name != "low_rank/2"
+    ]  # which needs a matrix
+    assert [each.schedule for each in found.choices] == can
+    assert found.chosen.schedule == found.schedule
+    for each in found.choices:
+        assert f"{each.sent_nbytes:,}" in text
+
+
+def test_an_explanation_of_a_tensor_knows_its_shape():
+    assert explain(torch.zeros(64, 1000), "onebit/column", world=4).codec == "onebit/column:64t"
+    assert explain(torch.zeros(64_000), "onebit/column", world=4).codec == "onebit/column"
+
+
+def test_shares_of_fp32_are_right():
+    found = explain(1 << 20, "int8/256", world=4)
+    assert found.fp32_nbytes == 2 * 3 * (4 << 20) // 4
+    assert f"{found.chosen.sent_nbytes / found.fp32_nbytes:.1%}" in str(found)
+
+
+def test_an_explanation_of_nothing_and_of_one_rank_can_be_read():
+    assert "0 elements" in str(explain(0, "int8/256", world=4))
+    assert "1 ranks" in str(explain(1000, "int8/256", world=1))
