@@ -86,7 +86,8 @@ class Gloo:
             if group is not None and group.size() > 1:
                 room, peer = torch.empty(1, dtype=torch.uint8), (group.rank() + 1) % group.size()
                 with contextlib.suppress(RuntimeError):
-                    group.recv([room], peer, TAGS - 1).wait(timedelta(milliseconds=1))
+                    work = group.recv([room], peer, TAGS - 1)  # type: ignore[union-attr]
+                    work.wait(timedelta(milliseconds=1))
 
     def _add(self, request: AllReduce) -> Messages:
         assert self.sums is not None

@@ -83,13 +83,13 @@ def spans(
     >>> int8 = codecs.get("int8/256")
     >>> list(spans([10, 20], [int8, int8], schedules.get("two_shot")))
     [[Span(tensor=0, start=0, stop=10), Span(tensor=1, start=0, stop=20)]]
-    >>> [len(group) for group in spans([1_000_000], [int8], schedules.get("two_shot"))]
-    [1, 1]
+    >>> [len(group) for group in spans([3 << 20], [int8], schedules.get("two_shot"))]
+    [1, 1, 1]
     """
     piece = piece or PIECE
     small: list[Span] = []
     for i, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
-        step = numel if schedule.whole or not codec.grain else _multiple(max(piece, numel >> 5), codec.grain)
+        step = numel if schedule.whole or not codec.grain else _multiple(max(piece, numel >> 3), codec.grain)
         if numel > step:
             yield from ([Span(i, at, min(at + step, numel))] for at in range(0, numel, step))
         elif numel:

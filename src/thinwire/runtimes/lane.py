@@ -70,6 +70,8 @@ class Lane:
         self._pool, self._failed, self._close = pool, failed, close
         self._queue: queue.SimpleQueue[Running] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._door = threading.Lock()  # nothing is put into a queue that nobody serves any more
+        self._over: BaseException | None = None
         self._pid = os.getpid()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -78,10 +80,19 @@ class Lane:
         """Whether everything handed over has ended."""
         return self._put == self._ended
 
+    @property
+    def here(self) -> bool:
+        """Whether this is the lane's own thread: a callback of a call that is done."""
+        return threading.current_thread() is self._thread
+
     def put(self, running: Running) -> None:
         """Hand a job over."""
         self._put += 1
-        self._queue.put(running)
+        with self._door:
+            if self._over is None:
+                self._queue.put(running)
+            else:
+                self._end(running, self._over)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="thinwire", daemon=True)
             self._thread.start()
@@ -166,6 +177,8 @@ class Lane:
         """Everything under way fails, and everything that waits."""
         known = [each for each in owners if isinstance(each, Running)]
         said = self._failed(error, known[0] if known else None)
+        with self._door:
+            self._over = said
         while not self._queue.empty():
             known.append(self._queue.get())
         for running in known:

@@ -53,6 +53,8 @@ class Line:
     def run(self, job: Job) -> None:
         """Until it is done, in this thread if nothing is under way."""
         self._check()
+        if self._lane.here:
+            raise CommError("a call that blocks, in a callback, would wait for itself; use async_op=True")
         with self._turn:
             if self._lane.idle:
                 running = self._admit(job)

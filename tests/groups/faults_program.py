@@ -1,0 +1,540 @@
+"""What happens when something is wrong: scenarios, each in a process group of its own, several at once.
+
+Every rank that survives reports whether it was told what it should be; the driver reports how each process
+ended. The group's time-out is a few seconds.
+"""
+
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from start_program import fork, join, meeting, raises, report, statuses
+
+import thinwire
+import thinwire.collectives  # before ranks are forked
+from thinwire.errors import CommError, Disagreement, InputError
+from thinwire.runtimes import local
+
+TIMEOUT_S = 4
+SOON_S = 3.0  #: "at once", on a busy machine
+LATE_S = TIMEOUT_S + 8.0  #: the time-out, and the time to ask others what they did
+SHARD = "two_shot"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What every rank does; `dead` are ranks that do not survive it, with their exit status."""
+
+    run: object
+    world: int = 3
+    dead: tuple[int, ...] = ()
+    within_s: float = LATE_S
+    debug: bool = False
+
+
+def good(world, numel=999, codec="int8/256", **options):
+    """A call that works."""
+    x = torch.ones(numel)
+    thinwire.all_reduce(x, codec, **options)
+    assert x.eq(world).all()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# A rank is gone
+
+
+def killed_before(rank, world):
+    """Before the first exchange."""
+    del world
+    if rank == 2:
+        die()
+    raises(CommError, ["rank 2", "all_reduce of 1,000"], thinwire.all_reduce, torch.ones(1000), "int8/256")
+    raises(CommError, "no call can follow", thinwire.all_reduce, torch.ones(1000), "int8/256")
+
+
+def killed_first(rank, world):
+    """The rank that holds the store."""
+    good(world)
+    if rank == 0:
+        die()
+    raises(CommError, ["rank 0", "all_reduce of 999"], thinwire.all_reduce, torch.ones(999), "int8/256")
+
+
+def killed_during(rank, world):
+    """While 100 MB are under way."""
+    x = torch.ones(25_000_000)
+    good(world)
+    if rank == 2:
+        threading.Timer(0.7, die).start()
+    works = [thinwire.all_reduce(x, "fp32", schedule="one_shot", async_op=True) for _ in range(20)]
+    raises(CommError, ["rank 2", "all_reduce of 25,000,000"], works[-1].wait)
+    assert all(work.is_completed() for work in works)
+    assert isinstance(works[-1].exception(), CommError)
+    raises(CommError, "no call can follow", thinwire.all_reduce, x, "fp32")
+
+
+def killed_during_sum(rank, world):
+    """While the network adds."""
+    good(world, codec="fp32")
+    x = torch.ones(25_000_000)
+    if rank == 1:
+        threading.Timer(0.3, die).start()
+
+    def sums():
+        for _ in range(100):
+            thinwire.all_reduce(x, "fp32")
+
+    raises(CommError, "all_reduce of 25,000,000", sums)
+
+
+def killed_between(rank, world):
+    """Between two exchanges of known calls."""
+    for _ in range(3):
+        good(world)
+    dist.barrier()
+    if rank == 2:
+        os._exit(7)
+    said = raises(
+        CommError, ["rank 2", "all_reduce of 999"], thinwire.all_reduce, torch.ones(999), "int8/256"
+    )
+    raises(CommError, ["no call can follow", said[:40]], thinwire.all_reduce, torch.ones(9), "int8/256")
+    raises(CommError, "no call can follow", thinwire.send, torch.ones(9), 1 - rank, "int8/256")
+
+
+# Ranks disagree
+
+
+def disagree(world, ask, texts):
+    """A disagreement on every rank at once; then the group works."""
+    began = time.monotonic()
+    said = raises(Disagreement, texts, ask)
+    assert time.monotonic() - began < SOON_S, "not at once"
+    assert all(f"rank {rank}" in said for rank in range(world))
+    good(world, 1234)
+    good(world, 1234, async_op=False, schedule="ring")
+
+
+def other_codec(rank, world):
+    codec = "int4/128" if rank == 1 else "int8/256"
+    texts = ["rank 0 called all_reduce of 1,000", "rank 1 called", "int4/128", "int8/256"]
+    disagree(world, lambda: thinwire.all_reduce(torch.ones(1000), codec, schedule=SHARD), texts)
+
+
+def other_schedule(rank, world):
+    schedule = "ring" if rank == 1 else SHARD
+    disagree(
+        world, lambda: thinwire.all_reduce(torch.ones(1000), "int8/256", schedule=schedule), [SHARD, "ring"]
+    )
+
+
+def sums_or_not(rank, world):
+    """One rank asks the network to add, the others do not."""
+    codec = "fp32" if rank == 1 else "int8/256"
+    disagree(world, lambda: thinwire.all_reduce(torch.ones(1000), codec), ["fp32", "int8/256", "native"])
+    good(world, codec="fp32")
+
+
+def sums_or_not_async(rank, world):
+    codec = "fp32" if rank == 1 else "int8/256"
+    disagree(
+        world,
+        lambda: thinwire.all_reduce(torch.ones(1000), codec, async_op=True).wait(),
+        ["fp32", "int8/256", "native"],
+    )
+
+
+def other_size(rank, world):
+    numel = 1000 + rank
+    disagree(world, lambda: thinwire.all_reduce(torch.ones(numel), "int8/256"), ["1,000", "1,001", "1,002"])
+
+
+def other_dtype(rank, world):
+    dtype = torch.bfloat16 if rank else torch.float32
+    disagree(
+        world,
+        lambda: thinwire.all_reduce(torch.ones(1000, dtype=dtype), "int8/256"),
+        ["float32", "bfloat16"],
+    )
+
+
+def other_size_async(rank, world):
+    numel = 1000 + rank
+    disagree(
+        world,
+        lambda: thinwire.all_reduce(torch.ones(numel), "int8/256", async_op=True).wait(),
+        ["1,000", "1,001", "1,002"],
+    )
+
+
+def other_node(rank, world):
+    """Schedules of two levels, with and without a number."""
+    schedule = "hierarchical" if rank == 1 else "hierarchical/1"
+    raises(CommError, "schedule", good, world, schedule=schedule)
+
+
+def swapped_new(rank, world):
+    """Two calls, swapped on one rank, at their first use: both fail, at once."""
+    began = time.monotonic()
+    calls = (lambda: good(world, 500), lambda: good(world, 600))
+    for call in calls if rank != 1 else calls[::-1]:
+        raises(Disagreement, ["of 500", "of 600"], call)
+    assert time.monotonic() - began < SOON_S, "not at once"
+    good(world, 500)
+
+
+def swapped(rank, world):
+    """Known calls, swapped on one rank: the time-out, and both calls are named."""
+    good(world, 500), good(world, 600)
+    call, other = (500, 600) if rank != 1 else (600, 500)
+    raises(CommError, ["of 500", "of 600", f"failed on rank {rank}"], good, world, call)
+    raises(CommError, "no call can follow", good, world, other)
+
+
+def swapped_checked(rank, world):
+    """The same where every call is compared."""
+    good(world, 500), good(world, 600)
+    calls = (lambda: good(world, 500), lambda: good(world, 600))
+    for call in calls if rank != 1 else calls[::-1]:
+        raises(Disagreement, ["of 500", "of 600"], call)
+    good(world, 500), good(world, 600)
+
+
+def uneven(rank, world):
+    """all_to_all: what is sent is not what there is room for."""
+    sent = [torch.ones(10 + rank + other) for other in range(world)]
+    came = [torch.zeros(10 + rank + other) for other in range(world)]
+    thinwire.all_to_all(came, sent, "int8/256")
+    assert all(x.eq(1).all() for x in came)
+    if rank == 1:
+        came[2] = torch.zeros(99)
+    for options in ({}, {"async_op": True}):
+        began = time.monotonic()
+        raises(
+            Disagreement,
+            "rank 2 sends 13 elements to rank 1, which has room for 99",
+            lambda options=options: (
+                work.wait() if (work := thinwire.all_to_all(came, sent, "int8/256", **options)) else None
+            ),
+        )
+        assert time.monotonic() - began < SOON_S, "not at once"
+    good(world)
+
+
+def letter_of_another_size(rank, world):
+    """A message the receiver does not expect."""
+    del world
+    if rank == 0:
+        raises(CommError, ["send of 100", "rank 1"], thinwire.send, torch.ones(100), 1, "int8/256")
+    else:
+        raises(CommError, ["send of 90", "rank 0"], thinwire.recv, torch.ones(90), 0, "int8/256")
+    raises(CommError, "", good, 2)
+
+
+def letter_to_the_dead(rank, world):
+    del world
+    if rank == 1:
+        die()
+    raises(CommError, "rank 1", thinwire.recv, torch.ones(90), 1, "int8/256")
+
+
+# The end of a group
+
+
+def destroyed(rank, world):
+    """Work in flight ends with an error."""
+    good(world)
+    if rank == 0:
+        work = thinwire.all_reduce(torch.ones(999), "int8/256", async_op=True)
+        waiting = thinwire.all_reduce(torch.ones(99), "int8/256", async_op=True)
+        time.sleep(0.3)
+        dist.destroy_process_group()
+        raises(CommError, "", work.wait)
+        raises(CommError, "", waiting.wait)
+        raises(CommError, "there is no process group", good, world)
+    else:
+        time.sleep(1)
+        dist.destroy_process_group()
+
+
+def destroyed_by_all(rank, world):
+    """Nobody waits, all end."""
+    del rank
+    x = torch.ones(3_000_000)
+    thinwire.all_reduce(x, "int8/256")
+    for _ in range(5):
+        thinwire.all_reduce(x, "int8/256", async_op=True)
+    dist.destroy_process_group()
+    raises(CommError, "there is no process group", good, world)
+
+
+def left_behind(rank, world):
+    """A program that ends while calls are under way, and never destroys its group."""
+    good(world)
+    for _ in range(rank + 1):
+        thinwire.all_reduce(torch.ones(3_000_000), "int8/256", schedule="ring", async_op=True)
+
+
+def made_again(rank, world):
+    """A second group after the first was destroyed."""
+    good(world)
+    dist.destroy_process_group()
+    join(rank, world, os.environ["SECOND_PLACE"], TIMEOUT_S)
+    good(world), good(world, codec="fp32")
+    thinwire.all_reduce(torch.ones(10), "int8/256", async_op=True).wait()
+
+
+# Many calls, and ranks that are not in step
+
+
+def thousand(rank, world):
+    """Calls outstanding."""
+    xs = [torch.full((10 + i % 7,), float(i)) for i in range(1000)]
+    works = [thinwire.all_reduce(x, "fp32", schedule="one_shot", async_op=True) for x in xs]
+    works.reverse()
+    assert all(work.wait() for work in works)
+    assert all(x.eq(i * world).all() for i, x in enumerate(xs)), rank
+
+
+def ahead(rank, world, one, other, lag_s=0.5):
+    """Rank 0 makes its second call long before the others do."""
+    for each in (one, other):
+        good(world, **each)
+    for _ in range(2):
+        first, second = torch.ones(999), torch.ones(888)
+        works = [thinwire.all_reduce(first, **{"async_op": True, **one})]
+        if rank != 0:
+            time.sleep(lag_s)
+        works.append(thinwire.all_reduce(second, **{"async_op": True, **other}))
+        for work in works:
+            work.wait()
+        assert first.eq(world).all()
+        assert second.eq(world).all()
+
+
+def ahead_on_a_ring(rank, world):
+    ahead(rank, world, {"codec": "int8/256", "schedule": "ring"}, {"codec": "int8/256", "schedule": "ring"})
+
+
+def ahead_on_a_tree(rank, world):
+    ahead(
+        rank, world, {"codec": "int8/256", "schedule": "tree"}, {"codec": "int8/256", "schedule": "two_shot"}
+    )
+
+
+def ahead_with_a_new_call(rank, world):
+    """The second call is compared first."""
+    ahead(rank, world, {"codec": "int8/256", "schedule": SHARD}, {"codec": "fp32", "schedule": SHARD})
+
+
+def ahead_with_an_agreement(rank, world):
+    """The second call agrees on a scale first."""
+    ahead(rank, world, {"codec": "int8/256", "schedule": SHARD}, {"codec": "aps/e5m2", "schedule": SHARD})
+
+
+def ahead_with_a_sum(rank, world):
+    """The second is added by the network."""
+    ahead(rank, world, {"codec": "int8/256", "schedule": "ring"}, {"codec": "fp32", "schedule": "native"})
+
+
+def waits_at_other_places(rank, world):
+    """One rank waits for the first call before it makes the second."""
+    good(world, 999, schedule="ring")
+    good(world, 888, schedule="ring")
+    first, second = torch.ones(999), torch.ones(888)
+    work = thinwire.all_reduce(first, "int8/256", schedule="ring", async_op=True)
+    if rank == 1:
+        work.wait()
+    thinwire.all_reduce(second, "int8/256", schedule="ring", async_op=True).wait()
+    work.wait()
+    assert first.eq(world).all()
+    assert second.eq(world).all()
+
+
+def called_back(rank, world):
+    """A callback that blocks would wait for itself; one that does not is fine."""
+    good(world)
+    if rank == 0:
+        time.sleep(0.3)  # so that others have said what comes next before the call is done
+    x = torch.ones(999)
+    future = thinwire.all_reduce(x, "int8/256", async_op=True).get_future()
+    if rank:
+        future.then(lambda _: raises(CommError, "use async_op=True", good, world)).wait()
+    future.wait()
+    then = future.then(lambda _: thinwire.all_reduce(x, "int8/256", async_op=True))
+    assert then.wait().wait()
+    assert x.eq(world**2).all()
+
+
+# What is refused
+
+
+def not_finite(rank, world):
+    """NaN and infinity of one rank reach all."""
+    for schedule in ("one_shot", "two_shot", "ring", "tree", "hierarchical/3", "native"):
+        for bad in (float("nan"), float("inf")):
+            x = torch.ones(1000)
+            if rank == 1:
+                x[500] = bad
+            codec = "fp32" if schedule == "native" else "int8/256"
+            thinwire.all_reduce(x, codec, schedule=schedule)
+            assert not x[500].isfinite(), (schedule, bad, x[500])
+            x = torch.ones(1000)
+            thinwire.all_reduce(x, codec, schedule=schedule)
+            assert x.eq(world).all()
+
+
+def refused(rank, world):
+    """Arguments that cannot be; the group goes on."""
+    for x, text in (
+        (torch.ones(3, dtype=torch.int32), "expected float32, bfloat16 or float16, got torch.int32"),
+        (torch.ones(3, dtype=torch.float64), "got torch.float64"),
+        (torch.ones(3, device="meta"), "on meta"),
+        (torch.ones(3).to_sparse(), "dense"),
+        ([1.0, 2.0], "expected a torch.Tensor, got float"),
+        ([], "empty list"),
+        ([torch.ones(3), torch.ones(3).half()], "one dtype"),
+    ):
+        raises(InputError, text, thinwire.all_reduce, x, "int8/256")
+    raises(InputError, "cannot share evenly", thinwire.reduce_scatter, torch.ones(3), torch.ones(10), "fp32")
+    raises(InputError, "output has 4", thinwire.reduce_scatter, torch.ones(4), torch.ones(9), "fp32")
+    raises(
+        InputError,
+        "one tensor for each of 3",
+        thinwire.all_gather,
+        [torch.ones(3)] * 2,
+        torch.ones(3),
+        "fp32",
+    )
+    raises(InputError, "src must be one of", thinwire.broadcast, torch.ones(4), 3, "fp32")
+    raises(InputError, "cannot send to itself", thinwire.send, torch.ones(4), rank, "fp32")
+    raises(InputError, "op must be", thinwire.all_reduce, torch.ones(4), "fp32", op="max")
+    good(world)
+
+
+def not_a_member(rank, world):
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        raises(CommError, "not in the group", thinwire.all_reduce, torch.ones(3), "int8/256", group=group)
+    else:
+        x = torch.ones(300)
+        thinwire.all_reduce(x, "int8/256", group=group)
+        assert x.eq(2).all()
+        raises(InputError, "dst must be one of the group's ranks", thinwire.send, x, 2, "fp32", group=group)
+    good(world)
+
+
+def in_a_child(rank, world, text):
+    """Where the group belongs to the parent, a forked child is told so; the parent goes on."""
+    child = multiprocessing.get_context("fork").Process(target=raises, args=(CommError, text, good, world))
+    child.start()
+    child.join(LATE_S)
+    assert child.exitcode == 0, f"the child of rank {rank}: {child.exitcode}"
+    good(world)
+
+
+def forked(rank, world):
+    good(world)
+    in_a_child(rank, world, "forked after the group was made")
+
+
+def forked_before_any_call(rank, world):
+    in_a_child(rank, world, "forked after the group was made")
+
+
+def no_group(rank, world):
+    dist.destroy_process_group()
+    raises(CommError, ["no process group", "init_process_group", "torchrun"], good, rank + world)
+
+
+KILLED = {
+    "killed_before": Scenario(killed_before, dead=(2,)),
+    "killed_first": Scenario(killed_first, dead=(0,)),
+    "killed_between": Scenario(killed_between, dead=(2,)),
+    "killed_during": Scenario(killed_during, dead=(2,), within_s=LATE_S + 5),
+    "killed_during_sum": Scenario(killed_during_sum, dead=(1,), within_s=LATE_S + 5),
+    "letter_to_the_dead": Scenario(letter_to_the_dead, world=2, dead=(1,)),
+}
+DISAGREE = {
+    each.__name__: Scenario(each)
+    for each in (
+        other_codec, other_schedule, other_size, other_size_async, other_dtype, other_node, sums_or_not,
+        sums_or_not_async, swapped_new, swapped, uneven,
+    )
+}  # fmt: skip
+DISAGREE["swapped_checked"] = Scenario(swapped_checked, within_s=SOON_S, debug=True)
+DISAGREE["letter_of_another_size"] = Scenario(letter_of_another_size, world=2)
+ENDS = {
+    each.__name__: Scenario(each)
+    for each in (
+        destroyed, destroyed_by_all, left_behind, made_again, not_finite, refused, not_a_member, forked,
+        forked_before_any_call, no_group,
+    )
+}  # fmt: skip
+STEPS = {
+    each.__name__: Scenario(each)
+    for each in (
+        thousand, ahead_on_a_ring, ahead_on_a_tree, ahead_with_a_new_call, ahead_with_an_agreement,
+        ahead_with_a_sum, waits_at_other_places, called_back,
+    )
+}  # fmt: skip
+FAMILIES = {"killed": KILLED, "disagree": DISAGREE, "ends": ENDS, "steps": STEPS}
+
+
+def one_rank(name, scenario, rank, places):
+    if scenario.debug:
+        os.environ["THINWIRE_DEBUG"] = "1"
+    os.environ["SECOND_PLACE"] = places[1]
+    join(rank, scenario.world, places[0], TIMEOUT_S)
+    began, wrong = time.monotonic(), ""
+    try:
+        scenario.run(rank, scenario.world)
+    except BaseException:  # noqa: BLE001
+        wrong = traceback.format_exc()
+    seconds = time.monotonic() - began
+    if not wrong and seconds > scenario.within_s:
+        wrong = f"took {seconds:.1f} s"
+    report(scenario=name, rank=rank, wrong=wrong, seconds=round(seconds, 2))
+    if name not in ENDS:  # the end of a program takes a second of its own
+        os._exit(0)
+
+
+def warm_up():
+    """Load compiled loops once, before ranks are forked."""
+    for codec in ("int8/256", "int4/128", "fp32", "aps/e5m2"):
+        for schedule in ("one_shot", "two_shot", "ring"):
+            local.all_reduce([torch.ones(999) for _ in range(2)], codec, schedule=schedule)
+
+
+def main(family, *only):
+    torch.set_num_threads(1)
+    warm_up()
+    wanted = {name: each for name, each in FAMILIES[family].items() if not only or name in only}
+    report(scenarios={name: [each.world, list(each.dead)] for name, each in wanted.items()})
+    places = {name: (meeting(), meeting()) for name in wanted}
+    pids = {
+        (name, rank): fork(one_rank, name, each, rank, places[name])
+        for name, each in wanted.items()
+        for rank in range(each.world)
+    }
+    ended = statuses(list(pids.values()), time.monotonic() + 40)
+    for place in itertools.chain(*places.values()):
+        shutil.rmtree(Path(place).parent, ignore_errors=True)
+    for (name, rank), status in zip(pids, ended, strict=True):
+        report(scenario=name, rank=rank, status=status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,121 @@
+"""Rank processes of the programs in this folder: forked or spawned, waited for with a wall clock.
+
+What a rank has to say is a line of JSON on standard output, written at once, so that lines of several ranks
+do not mix. Only processes that were started here are ever ended, by their number.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+POLL_S = 0.02
+START_S = 60
+
+
+def report(**facts):
+    """One line for the parent."""
+    sys.stdout.flush()
+    os.write(1, f"{json.dumps(facts)}\n".encode())
+
+
+def meeting():
+    """Where ranks find the port of their store: a file, so that no port is chosen before it is taken."""
+    return str(Path(tempfile.mkdtemp(prefix="thinwire-")) / "port")
+
+
+def join(rank, world, place, timeout_s):
+    """Make the process group, over loopback, once all ranks are there."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    path, end = Path(place), time.monotonic() + START_S
+    while rank and not path.exists() and time.monotonic() < end:
+        time.sleep(POLL_S)
+    port = int(path.read_text()) if rank else 0
+    patience = timedelta(seconds=START_S)
+    store = dist.TCPStore("127.0.0.1", port, world, not rank, patience, wait_for_workers=False)
+    if not rank:
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+    store.add("here", 1)
+    while store.add("here", 0) < world and time.monotonic() < end:
+        time.sleep(POLL_S)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    if not rank:
+        shutil.rmtree(path.parent)
+
+
+def start(method, world, target, *args):
+    """Run `target(rank, world, place, *args)` on every rank, by "fork" or "spawn"."""
+    place, context = meeting(), multiprocessing.get_context(method)
+    ranks = [context.Process(target=target, args=(rank, world, place, *args)) for rank in range(world)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    return [each.exitcode for each in ranks]
+
+
+def fork(function, *args):
+    """A child that runs a function and then ends as a program does, finalizers and all; its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        function(*args)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    raise SystemExit(0)
+
+
+def statuses(pids, end):
+    """The exit status of every child, negative for signals; None for one that had to be ended."""
+    found = {}
+    while len(found) < len(pids) and time.monotonic() < end:
+        for pid in set(pids) - found.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                found[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(POLL_S)
+    for pid in set(pids) - found.keys():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [found.get(pid) for pid in pids]
+
+
+def raises(kind, texts, function, *args, **options):
+    """What was said when it failed, as it should."""
+    found = None
+    try:
+        function(*args, **options)
+    except kind as error:
+        found = error
+    assert type(found) is kind, f"{type(found).__name__}, not {kind.__name__}: {found}"
+    said = str(found)
+    for text in [texts] if isinstance(texts, str) else texts:
+        assert text in said, f"{text!r} is not in {said!r}"
+    return said
+
+
+def digest(tensors):
+    """Of the bits of some tensors."""
+    found = hashlib.sha256()
+    for x in tensors:
+        found.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
