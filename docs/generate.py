@@ -191,7 +191,8 @@ def collective_summary() -> str:
         [f"{world} hosts, {link}", *(f"{found[world, link, spec]:.2f}x" for spec in shown)]
         for world, link in places
     ]
-    head = f"{record['machine']['processor']}, two cores for all hosts, {record['date'][:10]}, commit `{record['commit']}`:"
+    made = f"{record['date'][:10]}, commit `{record['commit']}`"
+    head = f"{record['machine']['processor']}, two cores for all hosts, {made}:"
     return f"{head}\n\n" + table(
         ["25 MB all-reduce, faster than torch's fp32", *(f"`{spec}`" for spec in shown)], rows
     )
