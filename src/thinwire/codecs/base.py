@@ -349,8 +349,8 @@ class Codec(abc.ABC):
                 f"a {self.spec} wire of {numel} elements has {expected} bytes, this one has {wire.shape[-1]}"
             )
         if self.tagged and wire.device.type == "cpu" and wire.numel():
-            tags = np.ascontiguousarray(wire.numpy()[..., -4:]).view(np.int32)
-            if (tags != self.tag(numel)).any():
+            held = wire.numpy() if wire.stride(-1) == 1 else wire.contiguous().numpy()
+            if (held.view(np.int32)[..., -1] != self.tag(numel)).any():
                 raise WireError(
                     f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
                     "Do all ranks use the same codec and size?"

@@ -16,6 +16,8 @@ from thinwire.channel import Channel
 from thinwire.codecs import Codec
 from thinwire.rounding import Stream
 
+FEW = 1 << 12  #: elements that take less time than a call
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -194,6 +196,13 @@ class Seat:
 
     def add_up(self, wires: Tensor, weight: float, out: Tensor) -> None:
         """The weighted sum of wires [world, nbytes], in the order of ranks, whatever is in `out`."""
+        if out.numel() <= FEW:  # one call for all of them is faster, and gives the same bits
+            rows = self.buffer("rows", (wires.shape[0], out.shape[-1]), out, torch.float32)
+            self.codec.decode(wires, out.shape[-1], weight=weight, out=rows)
+            out.copy_(rows[0])
+            for row in rows[1:]:
+                out += row
+            return
         self.codec.decode(wires[0], out.shape[-1], weight=weight, out=out)
         for wire in wires[1:]:
             self.codec.decode_add(wire, out, weight)
