@@ -18,11 +18,19 @@ from thinwire.errors import LabError
 from thinwire.lab import Lab
 
 LOOPBACK = "loopback"
+LEVELS = "10gbit inside nodes of 2, 100mbit between"
+LEVEL_SPECS = (
+    "fp16",
+    "int8/256",
+    "int8/256@hierarchical/2",
+    "int8/256@hierarchical/2:bf16",
+    "int4/128@hierarchical/2",
+)
 SPECS = ("fp16", "int8/256", "e4m3fn/128", "int4/128", "onebit/512", "aps/e5m2", "topk/0.01")
 CORE_NUMEL = 6_250_000  # 25 MB of float32
 SIZES = (256, 4096, 65_536, 1 << 20, CORE_NUMEL, 25_000_000, 100_000_000)
 PLACES = (
-    (2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (4, "1gbit"), (2, "10gbit"), (2, LOOPBACK),
+    (2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (4, "1gbit"), (2, "10gbit"), (2, LOOPBACK), (4, LEVELS),
 )  # fmt: skip
 WORLDS = (2, 4, 8)
 TIMEOUT_S = 900.0
@@ -46,7 +54,9 @@ def run(
         return machine.record({"device": device, "rows": rows, "absent": {"NCCL": "needs two GPUs"}})
     for hosts, link in places or PLACES:
         progress(f"{hosts} hosts, {link}")
-        rows += measure(hosts, link, [CORE_NUMEL], specs or SPECS, seconds, hooks=[CORE_NUMEL])
+        usual = LEVEL_SPECS if link == LEVELS else SPECS
+        hooks = [] if link == LEVELS else [CORE_NUMEL]
+        rows += measure(hosts, link, [CORE_NUMEL], specs or usual, seconds, hooks=hooks)
     for world in WORLDS if places is None else ():
         progress(f"sizes on loopback, {world} ranks")
         rows += measure(world, LOOPBACK, sizes or SIZES, ["int8/256"], seconds / 4)
@@ -73,7 +83,11 @@ def measure(
     }
     loopback = link == LOOPBACK
     command = [sys.executable, "-m", "thinwire.bench.collective_worker", json.dumps(task)]
-    with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback) as lab:
+    if link == LEVELS:
+        made = Lab(nodes=hosts // 2, per_node=2, inside="10gbit", between="100mbit")
+    else:
+        made = Lab(hosts=hosts, link=None if loopback else link, loopback=loopback)
+    with made as lab:
         done = lab.run(command, timeout_s=TIMEOUT_S, echo=False)
     if not done.ok:
         raise LabError(f"{hosts} hosts on {link}: a rank failed:\n{done.outputs[0][-2000:]}")

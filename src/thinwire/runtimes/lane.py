@@ -68,7 +68,7 @@ class Lane:
     ):
         self._put = self._ended = 0
         self._pool, self._failed, self._close = pool, failed, close
-        self._queue: queue.SimpleQueue[Running] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._door = threading.Lock()  # nothing is put into a queue that nobody serves any more
         self._over: BaseException | None = None
@@ -98,6 +98,11 @@ class Lane:
             self._thread.start()
             atexit.register(self._leave)
 
+    def stop(self) -> None:
+        """Let the thread end after what was handed over."""
+        self._queue.put(None)
+        atexit.unregister(self._leave)
+
     def _leave(self) -> None:
         """At the end of the program: a thread that waits inside of gloo would take the process down."""
         if self._thread is None or os.getpid() != self._pid:
@@ -120,6 +125,8 @@ class Lane:
                     running.flying += flights.launch(start, running.post, piece, running)
                 if flights:
                     self._resume(flights)
+        except StopIteration:  # there will be no more jobs
+            return
         except BaseException as error:  # noqa: BLE001
             self._give_up(error, [*flights.owners(), *now])
 
@@ -130,6 +137,10 @@ class Lane:
                 yield None
                 continue
             running = self._queue.get()
+            if running is None:
+                while flights:
+                    self._resume(flights)
+                return
             now[:] = [running]
             if running.alone or running.talks():
                 while flights:
@@ -180,7 +191,8 @@ class Lane:
         with self._door:
             self._over = said
         while not self._queue.empty():
-            known.append(self._queue.get())
+            waiting = self._queue.get()
+            known += [waiting] if waiting is not None else []
         for running in known:
             if not running.work.is_completed():
                 self._end(running, said)

@@ -96,6 +96,10 @@ class Line:
             flights.launch(start, self._post(job.call, number), piece)
         return Letter(job, flights)
 
+    def stop(self) -> None:
+        """Let the thread end; the group is gone."""
+        self._lane.stop()
+
     @property
     def ranks(self) -> list[int]:
         """Global ranks, in the group's order."""
@@ -266,7 +270,7 @@ def line(group: dist.ProcessGroup | None, device: torch.device) -> Line:
     kind = _backend(found, device)
     if (found, kind) not in _LINES:
         for key in [key for key in _LINES if not _is_alive(key[0])]:
-            del _LINES[key]
+            _LINES.pop(key).stop()
         _LINES[found, kind] = Line(found, kind)
     return _LINES[found, kind]
 
