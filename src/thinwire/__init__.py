@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from thinwire import codecs as codecs
     from thinwire import collectives as collectives
     from thinwire import formats as formats
+    from thinwire import integrations as integrations
     from thinwire import lab as lab
+    from thinwire import policy as policy
     from thinwire import schedules as schedules
     from thinwire import zoo as zoo
     from thinwire.channel import Channel as Channel
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
         MissingDependencyError as MissingDependencyError,
     )
     from thinwire.errors import (
+        PolicyError as PolicyError,
+    )
+    from thinwire.errors import (
         ScheduleError as ScheduleError,
     )
     from thinwire.errors import (
@@ -61,6 +66,8 @@ if TYPE_CHECKING:
     from thinwire.errors import (
         WireError as WireError,
     )
+    from thinwire.integrations import attach as attach
+    from thinwire.policy import Policy as Policy
     from thinwire.rounding import Rounding as Rounding
     from thinwire.rounding import Stream as Stream
 
@@ -75,6 +82,8 @@ __all__ = [
     "InputError",
     "LabError",
     "MissingDependencyError",
+    "Policy",
+    "PolicyError",
     "Rounding",
     "ScheduleError",
     "Stream",
@@ -86,15 +95,18 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "attach",
     "broadcast",
     "codecs",
     "collectives",
     "explain",
     "formats",
     "functional",
+    "integrations",
     "irecv",
     "isend",
     "lab",
+    "policy",
     "recv",
     "reduce_scatter",
     "schedules",
@@ -102,7 +114,7 @@ __all__ = [
     "zoo",
 ]
 
-_MODULES = ("codecs", "collectives", "formats", "lab", "schedules", "zoo")
+_MODULES = ("codecs", "collectives", "formats", "integrations", "lab", "policy", "schedules", "zoo")
 _HOMES = {
     "Channel": "thinwire.channel",
     "CodecError": "thinwire.errors",
@@ -112,6 +124,8 @@ _HOMES = {
     "InputError": "thinwire.errors",
     "LabError": "thinwire.errors",
     "MissingDependencyError": "thinwire.errors",
+    "Policy": "thinwire.policy",
+    "PolicyError": "thinwire.errors",
     "Rounding": "thinwire.rounding",
     "ScheduleError": "thinwire.errors",
     "Stream": "thinwire.rounding",
@@ -122,6 +136,7 @@ _HOMES = {
     "all_gather": "thinwire.collectives",
     "all_reduce": "thinwire.collectives",
     "all_to_all": "thinwire.collectives",
+    "attach": "thinwire.integrations",
     "broadcast": "thinwire.collectives",
     "explain": "thinwire.collectives",
     "functional": "thinwire.collectives",

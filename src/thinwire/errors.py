@@ -7,6 +7,7 @@
     │   └── UnknownCodecError                  a spec that does not parse; says where and what would
     ├── WireError               (ValueError)   bytes that are no wire of this codec and length
     ├── ScheduleError           (ValueError)   a schedule that is unknown, or cannot serve a codec or a world
+    ├── PolicyError             (ValueError)   a policy that cannot be read, or that leaves a tensor out
     ├── CommError               (RuntimeError) an exchange between ranks failed; says with whom and in what
     │   └── Disagreement                       ranks called different things; says who called what
     ├── LabError                (RuntimeError) emulated hosts cannot be made here; says what still works
@@ -43,6 +44,10 @@ class WireError(ThinwireError, ValueError):
 
 class ScheduleError(ThinwireError, ValueError):
     """No schedule has this spec, or it cannot serve this codec or number of ranks."""
+
+
+class PolicyError(ThinwireError, ValueError):
+    """A policy cannot be read, or no rule of it takes a tensor."""
 
 
 class CommError(ThinwireError, RuntimeError):

@@ -33,10 +33,12 @@ LONG = {
 def test_public_names_are_pinned():
     assert sorted(thinwire.__all__) == [
         "Channel", "CodecError", "CommError", "Disagreement", "FormatError", "InputError", "LabError",
-        "MissingDependencyError", "Rounding", "ScheduleError", "Stream", "ThinwireError",
+        "MissingDependencyError", "Policy", "PolicyError", "Rounding", "ScheduleError", "Stream",
+        "ThinwireError",
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",
-        "all_to_all", "broadcast", "codecs", "collectives", "explain", "formats", "functional", "irecv",
-        "isend", "lab", "recv", "reduce_scatter", "schedules", "send", "zoo",
+        "all_to_all", "attach", "broadcast", "codecs", "collectives", "explain", "formats",
+        "functional", "integrations", "irecv", "isend", "lab", "policy", "recv", "reduce_scatter",
+        "schedules", "send", "zoo",
     ]  # fmt: skip
     assert sorted(formats.__all__) == [
         "Dettmers", "E8M0", "FORMATS", "Fixed", "Float", "Format", "Int", "Posit", "Table", "Uniform",

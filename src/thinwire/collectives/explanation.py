@@ -68,7 +68,7 @@ def explain(
         if not shape and name.startswith("low_rank"):  # which needs to know the matrix
             continue
         try:
-            choices.append(trace(numel, found, world, name, shape=shape))
+            choices.append(trace(numel, found, world, name, shapes=[shape] if shape else ()))
         except ScheduleError:  # it cannot serve this codec
             continue
     fp32 = trace(numel, "fp32", world, "native").sent_nbytes

@@ -50,11 +50,11 @@ def trace(
     *,
     rank: int = 0,
     inside: int = 0,
-    shape: tuple[int, ...] = (),
+    shapes: Sequence[tuple[int, ...]] = (),
 ) -> Trace:
     """An all-reduce of so many elements (or of a bucket of tensors), as rank `rank` sees it.
 
-    `shape` is that of the tensor, for schedules that see a matrix in it. Sums made by the network are
+    `shapes` are those of the tensors, for schedules that see a matrix in them. Sums made by the network are
     counted as those of a ring: 2 (N - 1) / N of the bytes.
     """
     numels = [numel] if isinstance(numel, int) else list(numel)
@@ -67,16 +67,21 @@ def trace(
     inside = inside_of(replace(plan, inside=inside or plan.inside or 1), world, lambda: 1)
     if world == 1:
         return Trace(plan.spec)
-    seat = Seat(rank, world, Channel(found), rng=Stream(0), inside=inside, shape=shape)
+    forms = shapes or [(each,) for each in numels]
+    seats = [
+        Seat(rank, world, Channel(found.for_shape(shape)), rng=Stream(0), inside=inside, shape=tuple(shape))
+        for shape in forms
+    ]
     tensors = [torch.empty(each, device=META) for each in numels]
-    job = jobs.all_reduce(
-        tensors, plan, [seat] * len(tensors), Call("trace", found.spec, tuple(numels), "float32")
-    )
+    call = Call("trace", found.spec, tuple(numels), "float32")
+    job = jobs.all_reduce(tensors, plan, seats, call)
     counts: Counter[str] = Counter()
     for request in job.agreement or ():
         _count(request, rank, world, 1, counts)
     distinct: dict[tuple[int, ...], tuple[Start, int]] = {}
-    for group, start in zip(jobs.spans(numels, [found] * len(numels), plan), job.starts(), strict=True):
+    for group, start in zip(
+        jobs.spans(numels, [seat.codec for seat in seats], plan), job.starts(), strict=True
+    ):
         key = tuple(span.stop - span.start for span in group)
         distinct[key] = distinct.get(key, (start, 0))[0], distinct.get(key, (start, 0))[1] + 1
     for start, times in distinct.values():

@@ -1,0 +1,278 @@
+"""Which tensor is sent with which codec and schedule, at which step.
+
+A policy is an ordered list of rules; the first that matches a tensor takes it, and a tensor that no rule
+matches is an error, not a guess. Rules look at a tensor's name (a glob such as `*.bias`), its role, its
+number of dimensions, its size and the step.
+
+| role | which parameters |
+|---|---|
+| `norm` | all of a normalisation layer |
+| `embedding` | all of an embedding |
+| `bias` | other vectors whose name ends with `bias` |
+| `weight` | the rest |
+
+Most recipes send tensors of one dimension, and those under 10 000 elements, in float32: they are a small part
+of the bytes, and some of them (of normalisation layers, above all) matter. They are added up in the order of
+ranks (`two_shot`), so that no bit depends on how DDP makes its buckets; sums made by a network may.
+
+    >>> from thinwire.policy import RECIPES, Tensorlike
+    >>> policy = RECIPES["int8"]
+    >>> policy.route(Tensorlike("fc.weight", "weight", (1000, 1000))).codec
+    'int8/256'
+    >>> policy.route(Tensorlike("fc.bias", "bias", (1000,))).codec
+    'fp32'
+"""
+
+import fnmatch
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from thinwire import codecs, schedules
+from thinwire.errors import PolicyError, UnknownCodecError
+
+SMALL = 10_000  #: elements under which a tensor is not worth encoding
+ROLES = ("weight", "bias", "norm", "embedding")
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+@dataclass(frozen=True)
+class Tensorlike:
+    """What a rule may look at."""
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What to do with tensors that match: a codec and a schedule. Everything that is not said matches."""
+
+    codec: str
+    schedule: str = "auto"
+    name: str = "*"  #: a glob
+    role: str = "*"  #: one of ROLES
+    min_numel: int = 0
+    max_numel: int | None = None
+    min_ndim: int = 0
+    max_ndim: int | None = None
+    first_step: int = 0
+    last_step: int | None = None
+    why: str = ""  #: in a few words, for listings
+
+    def __post_init__(self) -> None:
+        codec = codecs.get(self.codec)
+        if self.schedule != "auto":
+            schedules.get(self.schedule, codec)
+        if self.role not in ("*", *ROLES):
+            raise PolicyError(f"no tensor has the role '{self.role}'; use one of: {', '.join(ROLES)}")
+
+    def matches(self, tensor: Tensorlike, step: int = 0) -> bool:
+        return (
+            fnmatch.fnmatchcase(tensor.name, self.name)
+            and self.role in ("*", tensor.role)
+            and _within(tensor.numel, self.min_numel, self.max_numel)
+            and _within(len(tensor.shape), self.min_ndim, self.max_ndim)
+            and _within(step, self.first_step, self.last_step)
+        )
+
+    def __str__(self) -> str:
+        said = [
+            f"{each.name}={getattr(self, each.name)}" for each in fields(self) if self._is_said(each.name)
+        ]
+        return ", ".join(said) or "everything else"
+
+    def _is_said(self, name: str) -> bool:
+        default = next(each.default for each in fields(self) if each.name == name)
+        return name not in ("codec", "schedule", "why") and getattr(self, name) != default
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An ordered list of rules.
+
+    >>> Policy("mine", (Rule("int8/256", min_ndim=2), Rule("fp32"))).rules[0].codec
+    'int8/256'
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise PolicyError(
+                f"policy '{self.name}' has no rules; end with one for everything: codec = 'fp32'"
+            )
+
+    def route(self, tensor: Tensorlike, step: int = 0) -> Rule:
+        """The first rule that matches."""
+        for rule in self.rules:
+            if rule.matches(tensor, step):
+                return rule
+        raise PolicyError(
+            f"no rule of policy '{self.name}' takes {tensor.name} ({tensor.role}, shape {tensor.shape}) at "
+            f"step {step}; end with a rule for everything, such as codec = 'fp32'"
+        )
+
+    def explain(self, model: nn.Module, step: int = 0) -> list[dict[str, Any]]:
+        """For every parameter: which rule took it, and what it costs on a wire."""
+        rows = []
+        for tensor in describe(model):
+            rule = self.route(tensor, step)
+            codec = codecs.get(rule.codec).for_shape(tensor.shape)
+            rows.append(
+                {
+                    "name": tensor.name,
+                    "role": tensor.role,
+                    "shape": list(tensor.shape),
+                    "codec": rule.codec,
+                    "schedule": rule.schedule,
+                    "rule": str(rule),
+                    "why": rule.why,
+                    "fp32_nbytes": 4 * tensor.numel,
+                    "wire_nbytes": codec.nbytes(tensor.numel),
+                }
+            )
+        return rows
+
+    def to_toml(self) -> str:
+        """The policy as a file that `load` reads."""
+        lines = [f'name = "{self.name}"']
+        for rule in self.rules:
+            lines += ["", "[[rule]]"]
+            for each in fields(rule):
+                value = getattr(rule, each.name)
+                if each.default is MISSING or value != each.default:
+                    lines.append(f"{each.name} = {_spelt(value)}")
+        return "\n".join(lines) + "\n"
+
+
+def get(policy: "str | Policy") -> Policy:
+    """A policy as it is, a recipe by its name, or any codec's spec, used as `int8` uses its own."""
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise PolicyError(f"a policy is a recipe's name or a codec's spec, not {type(policy).__name__}")
+    if policy in RECIPES:
+        return RECIPES[policy]
+    if policy.endswith(".toml"):
+        return load(Path(policy))
+    try:
+        return _usual(policy, policy)
+    except UnknownCodecError as error:
+        raise PolicyError(f"'{policy}' is no recipe ({', '.join(RECIPES)}) and no codec: {error}") from None
+
+
+def load(path: Path) -> Policy:
+    """A policy from a TOML file; keys that no rule has are errors."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise PolicyError(f"cannot read the policy {path}: {error}") from None
+    return parse(data, str(path))
+
+
+def parse(data: Mapping[str, Any], where: str = "policy") -> Policy:
+    """A policy from what a TOML file holds."""
+    _known(data, ("name", "rule"), where)
+    rules = data.get("rule", [])
+    for number, rule in enumerate(rules, 1):
+        _known(rule, [each.name for each in fields(Rule)], f"{where}, rule {number}")
+        if "codec" not in rule:
+            raise PolicyError(f"{where}, rule {number}: a rule needs a codec")
+    return Policy(str(data.get("name", where)), tuple(Rule(**rule) for rule in rules))
+
+
+def describe(model: nn.Module) -> list[Tensorlike]:
+    """The parameters of a model, as rules see them."""
+    found = []
+    roles = {
+        id(parameter): _role(module)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+    }
+    for name, parameter in model.named_parameters():
+        role = roles.get(id(parameter), "weight")
+        if role == "weight" and name.endswith("bias") and parameter.dim() <= 1:
+            role = "bias"
+        found.append(Tensorlike(name.removeprefix("module."), role, tuple(parameter.shape)))
+    return found
+
+
+def _role(module: nn.Module) -> str:
+    if isinstance(module, NORMS):
+        return "norm"
+    return "embedding" if isinstance(module, nn.Embedding | nn.EmbeddingBag) else "weight"
+
+
+def _within(number: int, low: int, high: int | None) -> bool:
+    return low <= number and (high is None or number <= high)
+
+
+def _known(data: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    unknown = set(data) - set(keys)
+    if unknown:
+        raise PolicyError(f"{where}: unknown key {', '.join(sorted(unknown))}; there are: {', '.join(keys)}")
+
+
+def _spelt(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _usual(name: str, codec: str, schedule: str = "auto") -> Policy:
+    return Policy(
+        name,
+        (
+            Rule("fp32", "two_shot", max_ndim=1, why="vectors are few bytes and sensitive"),
+            Rule("fp32", "two_shot", max_numel=SMALL - 1, why="too small to be worth it"),
+            Rule(codec, schedule),
+        ),
+    )
+
+
+def _wide_ends(name: str, codec: str, wide: str) -> Policy:
+    """Hybrid precision: a wider format for embeddings and for the last layer, as its name tells."""
+    small = _usual(name, codec).rules[:2]
+    ends = [Rule(wide, role="embedding", why="wider: embeddings")]
+    ends += [
+        Rule(wide, name=each, why="wider: the last layer")
+        for each in ("fc.*", "*.fc.*", "*head*", "*classifier*")
+    ]
+    return Policy(name, (*small, *ends, Rule(codec)))
+
+
+def _wide_start(name: str, codec: str, wide: str, steps: int) -> Policy:
+    """Hybrid precision: a wider format for the first steps."""
+    small = _usual(name, codec).rules[:2]
+    return Policy(name, (*small, Rule(wide, last_step=steps - 1, why="wider: the first steps"), Rule(codec)))
+
+
+#: Policies by name. Each codec is as the method's authors use it, but for small tensors.
+RECIPES: dict[str, Policy] = {
+    "fp32": Policy("fp32", (Rule("fp32"),)),
+    "fp16": Policy("fp16", (Rule("fp16"),)),
+    "bf16": Policy("bf16", (Rule("bf16"),)),
+    "int8": _usual("int8", "int8/256"),
+    "int4": _usual("int4", "int4/128+ef"),
+    "fp8": _usual("fp8", "e4m3fn/128"),
+    "aps8": _usual("aps8", "aps/e5m2"),
+    "aps8-e4m3": _usual("aps8-e4m3", "aps/e4m3"),
+    "dettmers8": _usual("dettmers8", "tree8"),
+    "qsgd4": _usual("qsgd4", "qsgd4/512"),
+    "onebit": _usual("onebit", "onebit/512+ef"),
+    "mstopk": _usual("mstopk", "mstopk/0.01+ef"),
+    "dct-topk": _usual("dct-topk", "dct/64:8+ef"),
+    "powersgd": _usual("powersgd", "fp32+ef", "low_rank/4"),
+    "hybrid-layers": _wide_ends("hybrid-layers", "aps/e4m3", "fp16"),
+    "hybrid-steps": _wide_start("hybrid-steps", "aps/e4m3", "fp16", 500),
+}
