@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 
 help:
 	@echo "make demo   a tour of the codecs: wires, tables and a picture (two minutes the first time)"
-	@echo "make test   every test (five minutes on two cores)"
+	@echo "make test   every test (eight minutes on two cores)"
 	@echo "make check  lint, format, types, layers"
 	@echo "make bench  speed of formats, codecs and collectives beside others (twenty minutes; links need root)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.runtimes import process_group
+from thinwire.runtimes.arguments import Place
 from thinwire.runtimes.job import Job
 from thinwire.runtimes.work import Letter, Work
 
@@ -15,23 +16,14 @@ if TYPE_CHECKING:
 Group: TypeAlias = Union[dist.ProcessGroup, "MPI.Intracomm"]
 
 
-class Line(Protocol):
+class Line(Place, Protocol):
     """A rank of a group, and the order of jobs on it."""
 
     letters: dict[tuple[int, int], int]  #: messages between two ranks so far
 
     @property
-    def rank(self) -> int: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
     def ranks(self) -> list[int]:
         """Global ranks, in the group's order."""
-
-    def inside(self) -> int:
-        """How many ranks a node has."""
 
     def run(self, job: Job) -> None: ...
     def submit(self, job: Job) -> Work: ...
