@@ -9,7 +9,7 @@ A tag: [1][14 bits of the call's digest][4: number of the call][7: piece][5: exc
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thinwire.errors import CommError
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Request, SendRecv
+from thinwire.schedules.exchange import fill
 
 TAGS = 1 << 30  #: ours begin here; users' are small
 
@@ -67,18 +68,24 @@ class Gloo:
         if isinstance(request, AllReduce):
             return self._add(request)
         messages = Messages()
-        rank = self.group.rank()
+        rank, early = self.group.rank(), not (isinstance(request, AllGather) and request.wires.is_cuda)
+        if not early:
+            fill(request)
         outgoing, incoming = _messages(request, rank, self.group.size(), messages)
-        for post, parcels, way in (
-            (self.group.recv, incoming, "came from"),
-            (self.group.send, outgoing, "was taken by"),
-        ):
-            for peer, wire in parcels:
-                try:
-                    messages.works.append((post([wire], peer, tag), peer, way))
-                except RuntimeError as error:  # the connection is closed already
-                    raise CommError(_said(str(error), peer, way)) from error
+        self._start(self.group.recv, incoming, "came from", tag, messages)
+        if early:
+            fill(request)
+        self._start(self.group.send, outgoing, "was taken by", tag, messages)
         return messages
+
+    def _start(
+        self, post: Callable[..., dist.Work], parcels: "Parcels", way: str, tag: int, messages: Messages
+    ) -> None:
+        for peer, wire in parcels:
+            try:
+                messages.works.append((post([wire], peer, tag), peer, way))
+            except RuntimeError as error:  # the connection is closed already
+                raise CommError(_said(str(error), peer, way)) from error
 
     def close(self) -> None:
         """Let everything under way fail: gloo closes all connections of a group after one time-out."""

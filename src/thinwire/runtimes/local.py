@@ -17,6 +17,7 @@ from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import SUM, AnyCodec, all_reduce_job, listed
 from thinwire.runtimes.job import Job
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Exchanges, Request, Schedule, SendRecv
+from thinwire.schedules.exchange import fill
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def lockstep(ranks: Sequence[Exchanges]) -> None:
             return
         if len(asked) < len(ranks):
             raise CommError("a rank ended before the others: its schedule is not in step")
+        for each in asked:
+            fill(each)
         for peers in sorted({each.peers or range(len(ranks)) for each in asked}, key=lambda each: each.start):
             _answer([asked[rank] for rank in peers])
 

@@ -35,6 +35,7 @@ from thinwire.runtimes.arguments import SUM, AnyCodec, all_reduce_job, check, li
 from thinwire.runtimes.job import Call, Job, Pending, drive
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, SendRecv
+from thinwire.schedules.exchange import fill
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -246,6 +247,7 @@ class Mpi:
         """Start an exchange. Only messages between two ranks have a tag, and it is a check: order tells."""
         if isinstance(request, SendRecv):
             return self._pass_on(request, tag)
+        fill(request)
         comm = self.comm if request.peers is None else self._level(request.peers)
         if isinstance(request, AllGather):
             return self._begun(comm.Iallgatherv(library().IN_PLACE, _parts(request.wires, request.sizes)))

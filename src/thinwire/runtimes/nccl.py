@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import CommError
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Request, SendRecv
+from thinwire.schedules.exchange import fill
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Nccl:
     def post(self, request: Request, tag: int) -> Works:
         """Launch an exchange on the group's own stream, behind what is on the current one."""
         del tag
+        fill(request)
         group = self.group if request.peers is None else self._level(request.peers)
         if isinstance(request, AllReduce):
             return Works([dist.all_reduce(request.values, group=group, async_op=True)])

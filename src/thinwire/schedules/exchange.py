@@ -6,7 +6,7 @@ yield the same requests in the same order; one that has nothing to send or to re
 means all.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -20,6 +20,7 @@ class AllGather:
     wires: Tensor  #: uint8, flat; part r is filled by rank r
     sizes: Sequence[int]  #: bytes of every part
     peers: range | None = None
+    fill: Callable[[], object] | None = None  #: puts one's own part there; others' may arrive before
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class SendRecv:
 Request: TypeAlias = AllGather | AllToAll | AllReduce | SendRecv
 #: A schedule at work on one rank.
 Exchanges: TypeAlias = Generator[Request, None, None]
+
+
+def fill(request: Request) -> None:
+    """Put one's own part there, where that was left to the runtime."""
+    if isinstance(request, AllGather) and request.fill is not None:
+        request.fill()
 
 
 def among(steps: Exchanges, peers: range) -> Exchanges:

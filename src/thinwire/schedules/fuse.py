@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
+from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv, fill
 from thinwire.schedules.seat import Seat
 
 
@@ -66,6 +66,8 @@ def _gather(requests: list[AllGather], rank: int) -> Exchanges:
     if wires.is_meta:
         yield AllGather(wires, sizes, requests[0].peers)
         return
+    for each in requests:
+        fill(each)
     parts = [each.wires.split(list(each.sizes)) for each in requests]
     own = rank if requests[0].peers is None else requests[0].peers.index(rank)
     there = wires.split(list(sizes))

@@ -14,6 +14,8 @@ A schedule takes this rank's vector, float32 and flat, and replaces it by the re
 because everyone, owners included, decodes the same bytes in the same order.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,8 @@ def one_shot(x: Tensor, seat: Seat) -> Exchanges:
     """Everyone sends all of it to everyone, and adds up what came: QSGD's own algorithm."""
     nbytes = seat.codec.nbytes(x.numel())
     wires = seat.buffer("wires", (seat.world, nbytes), x)
-    seat.encode(x, "sent", wires[seat.rank])
-    yield AllGather(wires.view(-1), (nbytes,) * seat.world)
+    encode = partial(seat.encode, x, "sent", wires[seat.rank])
+    yield AllGather(wires.view(-1), (nbytes,) * seat.world, fill=encode)
     seat.add_up(wires, seat.weight, x)
 
 
