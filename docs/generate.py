@@ -182,11 +182,10 @@ def collective_summary() -> str:
     record = result("collectives", "cpu")
     shown = ("fp16", "int8/256", "int4/128", "onebit/512")
     places = [(2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (2, "10gbit"), (2, "loopback")]
-    found = {
-        (row["world"], row["link"], row["method"]): row["ratio_to_fp32"]
-        for row in record["rows"]
-        if row["numel"] == collective_bench.CORE_NUMEL and row["schedule"] != "hook"
-    }
+    found: dict[tuple[int, str, str], float] = {}
+    for row in record["rows"]:  # the first is that of the place, later ones those of the sizes
+        if row["numel"] == collective_bench.CORE_NUMEL and row["schedule"] != "hook":
+            found.setdefault((row["world"], row["link"], row["method"]), row["ratio_to_fp32"])
     rows = [
         [f"{world} hosts, {link}", *(f"{found[world, link, spec]:.2f}x" for spec in shown)]
         for world, link in places

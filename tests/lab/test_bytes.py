@@ -6,13 +6,12 @@ comes is acknowledged, every second frame at most, by one of 66 bytes. `sent_fra
 """
 
 import json
-import shutil
 import sys
 import time
 
 import pytest
 
-from thinwire.lab import Lab, LabError, namespaces
+from thinwire.lab import Lab
 from thinwire.runtimes.trace import trace
 
 HEADERS_NBYTES, SEGMENT_NBYTES = 66, 1448
@@ -48,21 +47,7 @@ while not (folder / "end").exists():
 dist.destroy_process_group()
 """
 
-
-def _missing():
-    try:
-        namespaces.require()
-        if shutil.which("ip") is None:
-            return "`ip` is not on the path of the tests"
-        with Lab(hosts=1):
-            return None
-    except LabError as error:
-        return str(error)
-
-
-MISSING = _missing()
 pytestmark = [
-    pytest.mark.skipif(MISSING is not None, reason=f"no lab here: {MISSING}"),
     pytest.mark.timeout(WALL_S + 30),
 ]
 

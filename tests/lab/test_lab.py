@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,21 +11,6 @@ from pathlib import Path
 import pytest
 
 from thinwire.lab import Lab, LabError, clean, namespaces, probe
-
-
-def _missing():
-    try:
-        namespaces.require()
-        if shutil.which("ip") is None:
-            return "`ip` is not on the path of the tests"
-        with Lab(hosts=1):
-            return None
-    except LabError as error:
-        return str(error)
-
-
-MISSING = _missing()
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no lab here: {MISSING}")
 
 TRANSFER_NBYTES = 4_000_000
 TRANSFER = f"""

@@ -23,7 +23,7 @@ from thinwire import collectives, policy
 from thinwire.channel import Channel
 from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
-from thinwire.policy import Policy, Rule, Tensorlike
+from thinwire.policy import Policy, Tensorlike
 from thinwire.rounding import Stream
 from thinwire.runtimes.trace import trace
 
@@ -44,7 +44,6 @@ class Wire:
     channels: dict[str, Channel] = field(default_factory=dict)  #: by codec
     sent_nbytes: int = 0  #: by this rank, so far
     fp32_nbytes: int = 0  #: that a float32 all-reduce would have sent
-    enabled: bool = True
     tensors: dict[int, Tensorlike] = field(default_factory=dict)  #: by the identity of a parameter
     _costs: dict[tuple[Route, Shapes], tuple[int, int]] = field(default_factory=dict)
 
@@ -55,7 +54,7 @@ class Wire:
         by_route: dict[Route, list[tuple[Tensor, str]]] = {}
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             tensor = self.tensors[id(parameter)]
-            rule = self.policy.route(tensor, self.step - 1) if self.enabled else Rule("fp32")
+            rule = self.policy.route(tensor, self.step - 1)
             by_route.setdefault((rule.codec, rule.schedule), []).append((gradient, tensor.name))
         futures = [self._send(route, found) for route, found in by_route.items()]
         buffer = bucket.buffer()
