@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire import codecs as codecs
     from thinwire import collectives as collectives
+    from thinwire import data as data
     from thinwire import formats as formats
+    from thinwire import hooks as hooks
     from thinwire import integrations as integrations
     from thinwire import lab as lab
     from thinwire import policy as policy
@@ -99,9 +101,11 @@ __all__ = [
     "broadcast",
     "codecs",
     "collectives",
+    "data",
     "explain",
     "formats",
     "functional",
+    "hooks",
     "integrations",
     "irecv",
     "isend",
@@ -114,7 +118,18 @@ __all__ = [
     "zoo",
 ]
 
-_MODULES = ("codecs", "collectives", "formats", "integrations", "lab", "policy", "schedules", "zoo")
+_MODULES = (
+    "codecs",
+    "collectives",
+    "data",
+    "formats",
+    "hooks",
+    "integrations",
+    "lab",
+    "policy",
+    "schedules",
+    "zoo",
+)
 _HOMES = {
     "Channel": "thinwire.channel",
     "CodecError": "thinwire.errors",

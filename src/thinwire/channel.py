@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire import codecs
+from thinwire.clock import ENCODE, Clock
 from thinwire.codecs import Codec
 from thinwire.errors import InputError
 from thinwire.rounding import Stream
@@ -46,6 +47,7 @@ class Channel:
     codec: Codec | str
     residuals: dict[str, Tensor] = field(default_factory=dict)  #: float32, or wires of the store's codec
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of what each slot sends
+    clock: Clock | None = field(default=None, repr=False, compare=False)  #: that counts time spent here
 
     def __post_init__(self) -> None:
         self.codec = codecs.get(self.codec)
@@ -78,6 +80,16 @@ class Channel:
         A residual that is not finite is dropped before it is used, so that one bad step, which the wire
         shows as NaN, does not spoil every later one.
         """
+        if self.clock is None or x.device.type == "meta":
+            return self._encode(x, slot, rng, shared, out)
+        began = self.clock.start(x.device)
+        wire = self._encode(x, slot, rng, shared, out)
+        self.clock.stop(ENCODE, began)
+        return wire
+
+    def _encode(
+        self, x: Tensor, slot: str, rng: Stream | None, shared: Tensor | None, out: Tensor | None
+    ) -> Tensor:
         if not self._codec.feedback:
             return self._codec.encode(x, rng, shared=shared, out=out)
         held = self._take(x, slot)
@@ -108,12 +120,16 @@ class Channel:
             )
         return self._held(slot)
 
-    def largest_owed(self, name: str) -> Tensor | None:
-        """The largest magnitude that slots of a name owe: `name` itself, `name/...` and `name[...`."""
+    def owed(self, name: str) -> dict[str, Tensor]:
+        """What slots of a name owe: `name` itself, `name/...` and `name[...`; not where PowerSGD starts."""
         if not self._codec.feedback:
-            return None
+            return {}
         slots = [slot for slot in self.residuals if slot == name or slot.startswith((f"{name}/", f"{name}["))]
-        held = [self._held(slot).abs().amax() for slot in slots if self.residuals[slot].numel()]
+        return {slot: self._held(slot) for slot in slots if self.residuals[slot].numel() and slot[-2:] != "/q"}
+
+    def largest_owed(self, name: str) -> Tensor | None:
+        """The largest magnitude of them."""
+        held = [each.abs().amax() for each in self.owed(name).values()]
         return torch.stack(held).amax() if held else None
 
     def _held(self, slot: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 A policy is an ordered list of rules; the first that matches a tensor takes it, and a tensor that no rule
 matches is an error, not a guess. Rules look at a tensor's name (a glob such as `*.bias`), its role, its
-number of dimensions, its size and the step.
+number of dimensions, its size, the step and the epoch.
 
 | role | which parameters |
 |---|---|
@@ -24,10 +24,11 @@ ranks (`two_shot`), so that no bit depends on how DDP makes its buckets; sums ma
 """
 
 import fnmatch
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from thinwire import codecs, schedules
 from thinwire.errors import PolicyError, UnknownCodecError
 
 SMALL = 10_000  #: elements under which a tensor is not worth encoding
+NOOP = "noop"  #: the policy that sends nothing
+LADDER = "ladder"  #: as a rule's codec: the one of the policy's ladder
 ROLES = ("weight", "bias", "norm", "embedding")
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
@@ -68,22 +71,26 @@ class Rule:
     max_ndim: int | None = None
     first_step: int = 0
     last_step: int | None = None
+    first_epoch: int = 0
+    last_epoch: int | None = None
     why: str = ""  #: in a few words, for listings
 
     def __post_init__(self) -> None:
-        codec = codecs.get(self.codec)
-        if self.schedule != "auto":
-            schedules.get(self.schedule, codec)
+        if self.codec != LADDER:
+            codec = codecs.get(self.codec)
+            if self.schedule != "auto":
+                schedules.get(self.schedule, codec)
         if self.role not in ("*", *ROLES):
             raise PolicyError(f"no tensor has the role '{self.role}'; use one of: {', '.join(ROLES)}")
 
-    def matches(self, tensor: Tensorlike, step: int = 0) -> bool:
+    def matches(self, tensor: Tensorlike, step: int = 0, epoch: int = 0) -> bool:
         return (
             fnmatch.fnmatchcase(tensor.name, self.name)
             and self.role in ("*", tensor.role)
             and _within(tensor.numel, self.min_numel, self.max_numel)
             and _within(len(tensor.shape), self.min_ndim, self.max_ndim)
             and _within(step, self.first_step, self.last_step)
+            and _within(epoch, self.first_epoch, self.last_epoch)
         )
 
     def __str__(self) -> str:
@@ -98,6 +105,40 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Ladder:
+    """Codecs from narrow to wide, climbed as training asks for it: the idea of MuPPET (2020).
+
+    Gradients of several looks at training point the same way, or do not: their diversity is
+    sum |g|**2 / |sum g|**2, a mean over layers, of `window` looks, `every` so many steps apart. Once it has
+    fallen below its maximum by more than a factor 1 + spread exp(-decay looks) for `patience` times, the next
+    codec takes over. With `calm`, so many looks in a row without that go back one.
+
+    MuPPET looks once in an epoch, at 8, 12, 14, 16 and 32 bits. Here the gradients are those after the
+    all-reduce, so that all ranks see the same.
+    """
+
+    levels: tuple[str, ...]
+    every: int = 100
+    window: int = 3
+    patience: int = 2
+    spread: float = 1.5
+    decay: float = 0.1
+    calm: int = 0  #: 0: never back
+
+    def __post_init__(self) -> None:
+        if len(self.levels) < 2 or min(self.every, self.patience) < 1 or self.window < 2 or self.calm < 0:
+            raise PolicyError(
+                "a ladder needs 2 levels or more, every and patience >= 1, window >= 2, calm >= 0"
+            )
+        for level in self.levels:
+            codecs.get(level)
+
+    def threshold(self, looks: int) -> float:
+        """How far diversity may fall after so many looks."""
+        return 1 + self.spread * math.exp(-self.decay * looks)
+
+
+@dataclass(frozen=True)
 class Policy:
     """An ordered list of rules.
 
@@ -107,28 +148,34 @@ class Policy:
 
     name: str
     rules: tuple[Rule, ...]
+    ladder: Ladder | None = None
 
     def __post_init__(self) -> None:
         if not self.rules:
             raise PolicyError(
                 f"policy '{self.name}' has no rules; end with one for everything: codec = 'fp32'"
             )
+        if self.ladder is None and any(rule.codec == LADDER for rule in self.rules):
+            raise PolicyError(f"policy '{self.name}': a rule has codec 'ladder', but there is no [ladder]")
 
-    def route(self, tensor: Tensorlike, step: int = 0) -> Rule:
-        """The first rule that matches."""
+    def route(self, tensor: Tensorlike, step: int = 0, epoch: int = 0, level: int = 0) -> Rule:
+        """The first rule that matches; on a ladder, with the codec of a level."""
         for rule in self.rules:
-            if rule.matches(tensor, step):
-                return rule
+            if rule.matches(tensor, step, epoch):
+                return replace(rule, codec=self._codec(rule, level)) if rule.codec == LADDER else rule
         raise PolicyError(
             f"no rule of policy '{self.name}' takes {tensor.name} ({tensor.role}, shape {tensor.shape}) at "
             f"step {step}; end with a rule for everything, such as codec = 'fp32'"
         )
 
-    def explain(self, model: nn.Module, step: int = 0) -> list[dict[str, Any]]:
+    def _codec(self, rule: Rule, level: int) -> str:
+        return rule.codec if self.ladder is None else self.ladder.levels[level]
+
+    def explain(self, model: nn.Module, step: int = 0, epoch: int = 0) -> list[dict[str, Any]]:
         """For every parameter: which rule took it, and what it costs on a wire."""
         rows = []
         for tensor in describe(model):
-            rule = self.route(tensor, step)
+            rule = self.route(tensor, step, epoch)
             codec = codecs.get(rule.codec).for_shape(tensor.shape)
             rows.append(
                 {
@@ -148,10 +195,10 @@ class Policy:
     def to_toml(self) -> str:
         """The policy as a file that `load` reads."""
         lines = [f'name = "{self.name}"']
-        for rule in self.rules:
-            lines += ["", "[[rule]]"]
-            for each in fields(rule):
-                value = getattr(rule, each.name)
+        for title, part in [("[[rule]]", rule) for rule in self.rules] + [("[ladder]", self.ladder)]:
+            lines += ["", title] if part is not None else []
+            for each in fields(part) if part is not None else ():
+                value = getattr(part, each.name)
                 if each.default is MISSING or value != each.default:
                     lines.append(f"{each.name} = {_spelt(value)}")
         return "\n".join(lines) + "\n"
@@ -163,6 +210,8 @@ def get(policy: "str | Policy") -> Policy:
         return policy
     if not isinstance(policy, str):
         raise PolicyError(f"a policy is a recipe's name or a codec's spec, not {type(policy).__name__}")
+    if policy == NOOP:
+        return Policy(NOOP, (Rule("fp32", why="nothing is sent: replicas drift apart"),))
     if policy in RECIPES:
         return RECIPES[policy]
     if policy.endswith(".toml"):
@@ -184,13 +233,19 @@ def load(path: Path) -> Policy:
 
 def parse(data: Mapping[str, Any], where: str = "policy") -> Policy:
     """A policy from what a TOML file holds."""
-    _known(data, ("name", "rule"), where)
+    _known(data, ("name", "rule", "ladder"), where)
     rules = data.get("rule", [])
     for number, rule in enumerate(rules, 1):
         _known(rule, [each.name for each in fields(Rule)], f"{where}, rule {number}")
         if "codec" not in rule:
             raise PolicyError(f"{where}, rule {number}: a rule needs a codec")
-    return Policy(str(data.get("name", where)), tuple(Rule(**rule) for rule in rules))
+    ladder = data.get("ladder")
+    if ladder is not None:
+        _known(ladder, [each.name for each in fields(Ladder)], f"{where}, ladder")
+        if not isinstance(ladder.get("levels"), list):
+            raise PolicyError(f"{where}, ladder: levels must be a list of codecs, from narrow to wide")
+        ladder = Ladder(**{**ladder, "levels": tuple(ladder["levels"])})
+    return Policy(str(data.get("name", where)), tuple(Rule(**rule) for rule in rules), ladder)
 
 
 def describe(model: nn.Module) -> list[Tensorlike]:
@@ -205,7 +260,8 @@ def describe(model: nn.Module) -> list[Tensorlike]:
         role = roles.get(id(parameter), "weight")
         if role == "weight" and name.endswith("bias") and parameter.dim() <= 1:
             role = "bias"
-        found.append(Tensorlike(name.removeprefix("module."), role, tuple(parameter.shape)))
+        plain = name.removeprefix("module.").replace("_orig_mod.", "")  # what DDP and torch.compile add
+        found.append(Tensorlike(plain, role, tuple(parameter.shape)))
     return found
 
 
@@ -226,7 +282,7 @@ def _known(data: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
 
 
 def _spelt(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def _usual(name: str, codec: str, schedule: str = "auto") -> Policy:
@@ -238,6 +294,11 @@ def _usual(name: str, codec: str, schedule: str = "auto") -> Policy:
             Rule(codec, schedule),
         ),
     )
+
+
+def _ladder(name: str, *levels: str) -> Policy:
+    """Precision that climbs as gradients ask for it."""
+    return Policy(name, (*_usual(name, levels[0]).rules[:2], Rule(LADDER)), Ladder(levels))
 
 
 def _wide_ends(name: str, codec: str, wide: str) -> Policy:
@@ -274,5 +335,6 @@ RECIPES: dict[str, Policy] = {
     "dct-topk": _usual("dct-topk", "dct/64:8+ef"),
     "powersgd": _usual("powersgd", "fp32+ef", "low_rank/4"),
     "hybrid-layers": _wide_ends("hybrid-layers", "aps/e4m3", "fp16"),
+    "ladder": _ladder("ladder", "int4/128+ef", "int8/256", "fp16", "fp32"),
     "hybrid-steps": _wide_start("hybrid-steps", "aps/e4m3", "fp16", 500),
 }

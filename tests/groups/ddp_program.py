@@ -162,9 +162,11 @@ def foreign_states(rank, world):
     net = model()
     wire = thinwire.attach(net, "onebit")
     raises(InputError, "no state of thinwire.attach", wire.load_state_dict, {})
+    raises(InputError, "damaged", wire.load_state_dict, {**wire.state_dict(), "debts": 1})
+    raises(InputError, "version 9", wire.load_state_dict, {**wire.state_dict(), "version": 9})
     other = {**wire.state_dict(), "policy": "name = 'x'"}
     raises(InputError, "another policy", wire.load_state_dict, other)
-    raises(InputError, f"here are {world}", wire.load_state_dict, {**wire.state_dict(), "world": 99})
+    raises(InputError, f"of {world}: each rank loads its own", wire.load_state_dict, {**wire.state_dict(), "world": 99})
     raises(InputError, "DistributedDataParallel", thinwire.attach, Net())
     raises(PolicyError, "no recipe", thinwire.attach, model(), "intt8")
     return net

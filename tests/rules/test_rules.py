@@ -36,8 +36,8 @@ def test_public_names_are_pinned():
         "MissingDependencyError", "Policy", "PolicyError", "Rounding", "ScheduleError", "Stream",
         "ThinwireError",
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",
-        "all_to_all", "attach", "broadcast", "codecs", "collectives", "explain", "formats",
-        "functional", "integrations", "irecv", "isend", "lab", "policy", "recv", "reduce_scatter",
+        "all_to_all", "attach", "broadcast", "codecs", "collectives", "data", "explain", "formats",
+        "functional", "hooks", "integrations", "irecv", "isend", "lab", "policy", "recv", "reduce_scatter",
         "schedules", "send", "zoo",
     ]  # fmt: skip
     assert sorted(formats.__all__) == [

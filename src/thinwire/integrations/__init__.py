@@ -1,5 +1,7 @@
 """Thin adapters to training frameworks."""
 
-from thinwire.integrations.ddp import Wire, attach, hook
+from thinwire.integrations.ddp import attach, attached, detach, hook
+from thinwire.integrations.state import reshard
+from thinwire.integrations.wire import Wire
 
-__all__ = ["Wire", "attach", "hook"]
+__all__ = ["Wire", "attach", "attached", "detach", "hook", "reshard"]

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from thinwire.clock import COMPUTE, WIRE, Clock
 from thinwire.codecs import Codec
 from thinwire.schedules import Buffers, Exchanges, Request, Schedule, Seat
 from thinwire.schedules.fuse import agree, fused
@@ -72,6 +73,7 @@ class Job:
     result: object = None  #: what the work's future gives
     ready: torch.cuda.Event | None = None  #: when the tensors may be read
     after: Callable[[], None] | None = None  #: at the very end: copies to where results belong
+    clock: Clock | None = None  #: that counts the time it takes
 
 
 def spans(
@@ -122,7 +124,8 @@ def all_reduce(tensors: Sequence[Tensor], schedule: Schedule, seats: Sequence[Se
         for group in spans(numels, codecs, schedule):
             yield partial(_piece, group, tensors, each, schedule, seats)
 
-    return Job(call, starts, agreement, tensors[0].device, schedule.adds)
+    clock = seat.channel.clock
+    return Job(call, starts, agreement, tensors[0].device, schedule.adds, clock=clock)
 
 
 def _piece(
@@ -144,7 +147,19 @@ def _piece(
             buffers=buffers.part(place),
         )
         steps.append(_in_float32(tensor[span.start : span.stop], schedule, seat))
-    yield from fused(steps, seats[0].rank)
+    clock = seats[0].channel.clock
+    together = fused(steps, seats[0].rank)
+    yield from together if clock is None else _timed(together, clock, tensors[0].device)
+
+
+def _timed(steps: Exchanges, clock: Clock, device: torch.device) -> Exchanges:
+    while True:
+        began = clock.start(device)
+        request = next(steps, None)
+        clock.stop(COMPUTE, began)
+        if request is None:
+            return
+        yield request
 
 
 def _in_float32(x: Tensor, schedule: Schedule, seat: Seat) -> Exchanges:
@@ -171,6 +186,20 @@ class Pending(Protocol):
     """An exchange under way."""
 
     def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An exchange under way whose wait is counted."""
+
+    pending: Pending
+    clock: Clock
+    device: torch.device
+
+    def wait(self) -> None:
+        began = self.clock.start(self.device)
+        self.pending.wait()
+        self.clock.stop(WIRE, began)
 
 
 class Post(Protocol):

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from thinwire.clock import COMPUTE
 from thinwire.errors import CommError, Disagreement, ScheduleError
 from thinwire.runtimes.gloo import Gloo, tag
-from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, drive, run_alone
+from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, Timed, drive, run_alone
 from thinwire.runtimes.lane import Lane, Running
 from thinwire.runtimes.nccl import Nccl
 from thinwire.runtimes.work import Letter, Work
@@ -83,7 +84,7 @@ class Line:
         """A message between two ranks: at once, whatever else is under way."""
         self._check()
         try:
-            drive(job, self._post(job.call, number), self._pool)
+            drive(job, self._post(job, number), self._pool)
         except CommError as error:
             self.broken = f"{job.call} failed on rank {self.rank}: {error}"
             raise CommError(self.broken) from error
@@ -93,7 +94,7 @@ class Line:
         self._check()
         flights = Flights(self._pool)
         for piece, start in enumerate(job.starts()):
-            flights.launch(start, self._post(job.call, number), piece)
+            flights.launch(start, self._post(job, number), piece)
         return Letter(job, flights)
 
     def stop(self) -> None:
@@ -139,7 +140,7 @@ class Line:
     def _admit(self, job: Job) -> Running:
         """The next call in line."""
         self.number += 1
-        number, post = self.number, self._post(job.call, self.number)
+        number, post = self.number, self._post(job, self.number)
 
         def begin() -> None:
             self._greet(job.call, number)
@@ -166,11 +167,17 @@ class Line:
                 raise
             raise said from error
 
-    def _post(self, call: Call, number: int) -> Post:
-        digest, transport = call.digest, self.transport
+    def _post(self, job: Job, number: int) -> Post:
+        digest, transport, clock, device = job.call.digest, self.transport, job.clock, job.device
 
         def post(request: Request, piece: int, exchange: int) -> Pending:
-            return transport.post(request, tag(digest, number, piece, exchange))
+            name = tag(digest, number, piece, exchange)
+            if clock is None:
+                return transport.post(request, name)
+            began = clock.start(device)
+            pending = transport.post(request, name)  # which may encode
+            clock.stop(COMPUTE, began)
+            return Timed(pending, clock, device)
 
         return post
 

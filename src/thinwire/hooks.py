@@ -1,0 +1,49 @@
+"""Plain DDP communication hooks, for frameworks that take a state and a function.
+
+    state, hook = thinwire.hooks.get("int8/256")
+    model.register_comm_hook(state, hook)                    # DDP, and Accelerate after prepare
+    DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)    # Lightning
+
+The state is the handle that `thinwire.attach` returns: `state.stats()`, `state.state_dict()`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire import policy
+from thinwire.integrations.auto import BUDGET, Pilot
+from thinwire.integrations.ddp import AUTO, hook, know
+from thinwire.integrations.wire import Wire
+from thinwire.policy import Policy
+
+Hook = Callable[[object, Any], torch.futures.Future[torch.Tensor]]
+
+
+def get(
+    codec: str | Policy = "int8",
+    model: nn.Module | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    seed: int = 0,
+    double_buffer: bool = False,
+    shadow: int = 0,
+    error_budget: float = BUDGET,
+) -> tuple[Wire, Hook]:
+    """The state and the function of a hook; arguments are those of `thinwire.attach`.
+
+    Give the network (before DDP wraps it) for rules that look at names and roles; without it tensors are
+    numbered in the order in which DDP hands them over. `group` is that of the DDP model, if it has its own.
+
+    >>> state, hook = get("int8/256")
+    >>> state.policy.name
+    'int8/256'
+    """
+    pilot = Pilot(error_budget) if codec == AUTO else None
+    wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, None, pilot)
+    if model is not None:
+        know(wire, model)
+    return wire, hook

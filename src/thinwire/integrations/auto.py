@@ -1,0 +1,297 @@
+"""Choosing a recipe by measuring: the fastest whose error is inside a budget, and float32 if that is as fast.
+
+    step 1        plain float32; DDP makes its buckets
+    steps 2 - 5   plain float32, timed: how long a step takes, when each bucket is ready
+    then          every candidate sends these very buckets over this very link, twice; the second time counts
+    steps 6 - 11  the fastest predicted one, timed; if it is no faster than float32 was, the next one
+
+A prediction starts from the measured float32 step and replaces what depends on the codec: how long buckets
+are on their way, and the processor time which that takes from the backward pass where there is no core to
+spare. Every number is a mean over ranks, so all ranks choose alike.
+"""
+
+import logging
+import os
+import platform
+import statistics
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire import policy as policies
+from thinwire.codecs import get as get_codec
+from thinwire.integrations.meter import Meter, round_trip_error
+from thinwire.policy import Policy, Tensorlike
+from thinwire.rounding import Stream
+
+log = logging.getLogger(__name__)
+CANDIDATES = ("fp32", "fp16", "int8", "int4", "onebit")
+BUDGET = 0.2  #: relative error of a gradient after one round trip
+FIRST, LAST = 2, 5  #: steps that are timed in float32
+TRIAL = 5  #: steps that a choice is timed, after one that is not
+SLOWER = 1.02  #: than float32: then the choice was wrong
+
+Bucket = tuple[list[tuple[Tensorlike, Tensor]], Tensor]
+
+
+class Line(Protocol):
+    """What a pilot needs of a wire."""
+
+    step: int
+    meter: Meter
+
+    @property
+    def world(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def follow(self, policy: Policy) -> None: ...
+    def agree(self, numbers: Tensor) -> Tensor: ...
+    def probe(self, policy: Policy, buckets: Sequence[Bucket]) -> int:
+        """Send copies of buckets as a policy says, and wait; the bytes sent."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A float32 step: its length, and when its buckets were ready, from the first one on."""
+
+    step_s: float
+    ready_s: tuple[float, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """All buckets with one codec, with nothing else going on."""
+
+    wall_s: float
+    cpu_s: float  #: of this process, in all its threads
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the table that says why."""
+
+    codec: str
+    predicted_step_s: float
+    sent_nbytes: int
+    error: float
+    allowed: bool
+    why: str
+
+
+def communication_end(profile: Profile, cost: Cost, extra_s: float = 0.0) -> float:
+    """When the last bucket is back, counted from the first one's arrival.
+
+    Buckets take their share of the whole time, one after another; `extra_s` of processor time delays them.
+    """
+    whole, last = sum(profile.nbytes) or 1, profile.ready_s[-1]
+    at = 0.0
+    for ready, nbytes in zip(profile.ready_s, profile.nbytes, strict=True):
+        late = ready * (1 + extra_s / last) if last else ready
+        at = max(at, late) + cost.wall_s * nbytes / whole
+    return at
+
+
+def predict(profile: Profile, fp32: Cost, other: Cost, shares_core: bool) -> float:
+    """The length of a step with another codec.
+
+    >>> link = Profile(1.0, (0.0, 0.1), (4_000_000, 4_000_000))
+    >>> round(predict(link, Cost(0.8, 0.0), Cost(0.2, 0.0), False), 3)
+    0.4
+    """
+    hidden = min(profile.ready_s[-1], other.wall_s)
+    extra = 0.0
+    if shares_core and other.wall_s and fp32.wall_s:
+        took = fp32.cpu_s * min(1.0, profile.ready_s[-1] / fp32.wall_s)
+        extra = max(-profile.ready_s[-1] / 2, other.cpu_s * hidden / other.wall_s - took)
+    before, after = communication_end(profile, fp32), communication_end(profile, other, extra)
+    return max(profile.step_s - before + after, 1e-6)
+
+
+@dataclass
+class Pilot:
+    """Finds a policy for a wire, in its first steps."""
+
+    budget: float = BUDGET
+    candidates: tuple[str, ...] = CANDIDATES
+    chosen: str = "fp32"
+    rows: list[Candidate] = field(default_factory=list)
+    settled: bool = False
+    fp32_step_s: float | None = None
+    measured_step_s: float | None = None
+    tried: dict[str, float] = field(default_factory=dict)  #: measured steps, by codec
+    _since: int = 0  #: the step at which the choice began
+    _buckets: list[Bucket] = field(default_factory=list)
+    _ready: list[list[float]] = field(default_factory=list)
+
+    def see(self, line: Line, tensors: list[tuple[Tensorlike, Tensor]], buffer: Tensor) -> None:
+        """A bucket before it is sent; one step's are kept, to be sent again."""
+        if line.step != LAST or self.settled:
+            return
+        copy, first = buffer.detach().clone(), buffer.storage_offset()
+        parts = [(t, copy.as_strided(g.size(), g.stride(), g.storage_offset() - first)) for t, g in tensors]
+        self._buckets.append((parts, copy))
+
+    def begin_step(self, line: Line) -> None:
+        """At the first bucket of a step, after the one before has been counted."""
+        if self.settled:
+            return
+        last = line.meter.last
+        if FIRST <= line.step - 1 <= LAST and last is not None and last.arrivals:
+            self._ready.append([each - last.arrivals[0] for each in last.arrivals])
+        if line.step == LAST + 1:
+            self._choose(line)
+        elif self.rows and line.step == self._since + TRIAL + 1:
+            self._judge(line)
+
+    def _choose(self, line: Line) -> None:
+        profile = self._profile(line)
+        if line.world == 1 or not self._buckets:
+            self.settled = True
+            return
+        self.fp32_step_s = profile.step_s
+        shares = _shares_core(line)
+        errors = {name: self._error(name) for name in self.candidates}
+        costs, sent = {}, {}
+        for name in self.candidates:
+            costs[name], sent[name] = self._cost(line, policies.get(name))
+        numbers = [profile.step_s, *profile.ready_s, *errors.values()]
+        numbers += [each for cost in costs.values() for each in (cost.wall_s, cost.cpu_s)]
+        agreed = iter(line.agree(torch.tensor(numbers, dtype=torch.float32)).tolist())
+        profile = Profile(next(agreed), tuple(next(agreed) for _ in profile.ready_s), profile.nbytes)
+        errors = {name: next(agreed) for name in errors}
+        costs = {name: Cost(next(agreed), next(agreed)) for name in costs}
+        for name in self.candidates:
+            step_s = predict(profile, costs["fp32"], costs[name], shares)
+            allowed = errors[name] <= self.budget
+            why = (
+                f"error {errors[name]:.2g} is {'inside' if allowed else 'over'} the budget of {self.budget:g}"
+            )
+            self.rows.append(Candidate(name, step_s, sent[name], errors[name], allowed, why))
+        self._buckets.clear()
+        self._take(line, self._next())
+        if line.rank == 0:
+            log.info("%s", self.explain())
+
+    def _profile(self, line: Line) -> Profile:
+        buckets = len(self._buckets)
+        ready = [each for each in self._ready if len(each) == buckets] or [[0.0] * buckets]
+        steps_s = list(line.meter.steps_s)[-(LAST - FIRST + 1) :]
+        means = tuple(statistics.median(each) for each in zip(*ready, strict=True))
+        nbytes = tuple(buffer.nbytes for _, buffer in self._buckets)
+        return Profile(statistics.median(steps_s) if steps_s else 0.0, means, nbytes)
+
+    def _cost(self, line: Line, policy: Policy) -> tuple[Cost, int]:
+        sent = line.probe(policy, self._buckets)  # compiles, compares calls, makes buffers
+        line.agree(torch.zeros(1))  # all begin together
+        began, began_cpu = time.perf_counter(), time.process_time()
+        line.probe(policy, self._buckets)
+        return Cost(time.perf_counter() - began, time.process_time() - began_cpu), sent
+
+    def _error(self, name: str) -> float:
+        """Of the whole gradient, from samples of its tensors."""
+        lost = whole = 0.0
+        for tensors, _ in self._buckets:
+            for tensor, gradient in tensors:
+                rule, size = policies.get(name).route(tensor), gradient.float().norm().item() ** 2
+                codec, whole = get_codec(rule.codec).for_shape(tensor.shape), whole + size
+                if codec.name != "fp32" and size:
+                    rng = Stream(0, tensor=f"{tensor.name}/auto")
+                    lost += size * round_trip_error(codec, gradient, rng) ** 2
+        return (lost / whole) ** 0.5 if whole else 0.0
+
+    def _next(self) -> str:
+        """The fastest that is allowed and was not tried in vain."""
+        left = [row for row in self.rows if row.allowed and row.codec not in self.tried] or self.rows[:1]
+        best, fp32 = min(left, key=lambda row: row.predicted_step_s), self.rows[0]
+        return best.codec if best.predicted_step_s < fp32.predicted_step_s else fp32.codec
+
+    def _take(self, line: Line, name: str) -> None:
+        self.chosen, self._since = name, line.step
+        line.follow(policies.get(name))
+
+    def _judge(self, line: Line) -> None:
+        measured = statistics.median(list(line.meter.steps_s)[-TRIAL:])
+        self.measured_step_s = line.agree(torch.tensor([measured], dtype=torch.float32)).item()
+        self.tried[self.chosen] = self.measured_step_s
+        assert self.fp32_step_s is not None
+        if (
+            self.chosen == "fp32"
+            or self.measured_step_s <= SLOWER * self.rows_by_name["fp32"].predicted_step_s
+        ):
+            self.settled = True
+            if line.rank == 0:
+                log.info("thinwire: auto keeps %s: %s", self.chosen, self._compared())
+            return
+        if line.rank == 0:
+            log.info("thinwire: auto drops %s: %s", self.chosen, self._compared())
+        self._take(line, self._next())
+
+    def _compared(self) -> str:
+        row = self.rows_by_name[self.chosen]
+        predicted, measured = row.predicted_step_s * 1e3, self.tried[self.chosen] * 1e3
+        return f"predicted {predicted:.1f} ms a step, measured {measured:.1f}"
+
+    @property
+    def rows_by_name(self) -> dict[str, Candidate]:
+        return {row.codec: row for row in self.rows}
+
+    def explain(self) -> str:
+        """The table that says why."""
+        lines = ["thinwire: auto", f"{'codec':10}{'ms a step':>10}{'MB sent':>10}{'error':>10}  "]
+        for row in self.rows:
+            mark = "  <- chosen" if row.codec == self.chosen else "" if row.allowed else f"  {row.why}"
+            numbers = f"{row.predicted_step_s * 1e3:10.1f}{row.sent_nbytes / 1e6:10.2f}{row.error:10.2g}"
+            lines.append(f"{row.codec:10}{numbers}{mark}")
+        return "\n".join(lines)
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats`."""
+        row = self.rows_by_name.get(self.chosen)
+        return {
+            "chosen": self.chosen,
+            "settled": self.settled,
+            "budget": self.budget,
+            "fp32_step_s": self.fp32_step_s,
+            "predicted_step_s": row.predicted_step_s if row else None,
+            "measured_step_s": self.measured_step_s,
+            "tried": dict(self.tried),
+            "candidates": [asdict(each) for each in self.rows],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was chosen, if anything."""
+        return {**self.describe(), "rows": [asdict(each) for each in self.rows]} if self.settled else {}
+
+    def load_state_dict(self, line: Line, state: Mapping[str, Any]) -> None:
+        """Keep the choice of the run before."""
+        self.rows = [Candidate(**each) for each in state["rows"]]
+        self.chosen, self.settled, self.tried = state["chosen"], True, dict(state["tried"])
+        self.fp32_step_s, self.measured_step_s = state["fp32_step_s"], state["measured_step_s"]
+        line.follow(policies.get(self.chosen))
+
+
+def _shares_core(line: Line) -> bool:
+    """Whether communication takes its processor time from training: no core to spare for each rank."""
+    numbers = torch.zeros(line.world)
+    numbers[line.rank] = _machine() * line.world
+    everyone = line.agree(numbers).round().tolist()
+    here = everyone.count(everyone[line.rank])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lacks = cores / here < torch.get_num_threads() + 1
+    return line.agree(torch.tensor([float(lacks)])).item() >= 0.5
+
+
+def _machine() -> int:
+    """A number for this machine that a float32 holds."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        text = platform.node()
+    return zlib.crc32(text.encode()) & 0xFFFF

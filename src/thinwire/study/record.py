@@ -1,0 +1,84 @@
+"""What was asked of a training run, and what came of it: plain frozen data."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run: everything that decides its result, and nothing else."""
+
+    study: str  #: which question it belongs to: demo, convergence
+    data: str  #: a name of `thinwire.data.SETS`
+    network: str
+    codec: str  #: a recipe, a codec's spec, auto, or plain (DDP without thinwire)
+    seed: int
+    hosts: int
+    link: str  #: a rate such as 100mbit, or loopback
+    steps: int
+    batch: int  #: samples of one rank and step
+    lr: float
+
+    @property
+    def key(self) -> str:
+        """A short name under which its record is kept."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run stood after a step."""
+
+    step: int
+    seconds: float  #: of training so far, evaluation not counted
+    sent_nbytes: int  #: by rank 0 so far
+    loss: float  #: of the training batches since the last point, mean over ranks
+    accuracy: float | None = None  #: on the test set, at points where it was measured
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a codec did to one parameter's gradient."""
+
+    name: str
+    codec: str
+    numel: int
+    wire_nbytes: int
+    error: float | None  #: of one round trip, relative to the gradient
+    snr_db: float | None
+    residual_norm: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of a trial, as rank 0 saw it."""
+
+    trial: Trial
+    points: tuple[Point, ...]
+    accuracy: float  #: on the test set, at the end; 0 to 1
+    step_s: float  #: median
+    samples_per_s: float  #: of all ranks
+    sent_nbytes_per_step: float
+    fp32_nbytes_per_step: float
+    seconds: dict[str, float]  #: of a step, mean: compute, encode, wire, decode, wait
+    overlap: float  #: share of communication hidden behind computing
+    layers: tuple[Layer, ...]
+    replicas_equal: bool  #: by hash of all parameters on all ranks, at every point
+    predicted_step_s: float | None = None  #: by auto, before it began
+    choice: dict[str, Any] | None = None  #: what auto weighed: `wire.stats()["auto"]`
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str = ""  #: that repeats it
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Record":
+        """The way back."""
+        data = json.loads(text)
+        data["trial"] = Trial(**data["trial"])
+        data["points"] = tuple(Point(**each) for each in data["points"])
+        data["layers"] = tuple(Layer(**each) for each in data["layers"])
+        return cls(**data)
