@@ -1,0 +1,53 @@
+"""Ranks that save a distributed checkpoint, or load one that another number of ranks has saved.
+
+    python dcp_program.py 4 save FOLDER
+    python dcp_program.py 2 load FOLDER
+
+Every rank reports the step, a digest of what it owes, and the sum of that over its tensors.
+"""
+
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from ddp_program import model, train
+from start_program import digest, join, report, start
+from torch.distributed import checkpoint as dcp
+
+import thinwire
+from thinwire.integrations import load_sharded, sharded_state
+from thinwire.integrations.state import all_debts
+
+TIMEOUT_S = 30
+
+
+def owed(wire):
+    """What this rank owes of its largest tensor."""
+    return all_debts(wire.state_dict(), wire.shapes)["middle.weight"]
+
+
+def main(rank, world, place, task, folder):
+    join(rank, world, place, TIMEOUT_S)
+    warnings.simplefilter("ignore")  # of torch's own, about its own functions
+    net = model()
+    wire = thinwire.attach(net, "onebit")
+    if task == "save":
+        train(net, rank, 3)
+        dcp.save({"model": net.state_dict(), "wire": sharded_state(wire)}, checkpoint_id=folder)
+    else:
+        dcp.load({"model": net.state_dict()}, checkpoint_id=folder)
+        load_sharded(wire, folder)
+    debts = owed(wire)
+    mean = debts.clone()
+    dist.all_reduce(mean)
+    mean /= world
+    facts = {"step": wire.step, "digest": digest([debts]), "mean": mean.double().norm().item()}
+    train(net, rank, 2, first=wire.step)
+    report(rank=rank, **facts, after=digest(net.parameters()))
+    torch.save(mean, f"{folder}-mean-{task}-{world}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(max(start("fork", int(sys.argv[1]), main, *sys.argv[2:])))
