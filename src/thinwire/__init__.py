@@ -36,6 +36,9 @@ if TYPE_CHECKING:
         CommError as CommError,
     )
     from thinwire.errors import (
+        DataError as DataError,
+    )
+    from thinwire.errors import (
         Disagreement as Disagreement,
     )
     from thinwire.errors import (
@@ -79,6 +82,7 @@ __all__ = [
     "Channel",
     "CodecError",
     "CommError",
+    "DataError",
     "Disagreement",
     "FormatError",
     "InputError",
@@ -134,6 +138,7 @@ _HOMES = {
     "Channel": "thinwire.channel",
     "CodecError": "thinwire.errors",
     "CommError": "thinwire.errors",
+    "DataError": "thinwire.errors",
     "Disagreement": "thinwire.errors",
     "FormatError": "thinwire.errors",
     "InputError": "thinwire.errors",

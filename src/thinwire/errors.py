@@ -11,6 +11,8 @@
     ├── CommError               (RuntimeError) an exchange between ranks failed; says with whom and in what
     │   └── Disagreement                       ranks called different things; says who called what
     ├── LabError                (RuntimeError) emulated hosts cannot be made here; says what still works
+    ├── LaunchError             (ValueError)   a command that cannot be launched, or a job that is not there
+    ├── DataError               (RuntimeError) a data set is unknown, absent, damaged or cannot be fetched
     ├── InputError              (TypeError)    a tensor of the wrong dtype, device or shape
     └── MissingDependencyError  (ImportError)  an optional package is absent; says which extra to install
 
@@ -60,6 +62,14 @@ class Disagreement(CommError):  # noqa: N818
 
 class LabError(ThinwireError, RuntimeError):
     """Emulated hosts cannot be made, or what ran on them failed."""
+
+
+class LaunchError(ThinwireError, ValueError):
+    """What should be launched or watched is not there, or an option is wrong."""
+
+
+class DataError(ThinwireError, RuntimeError):
+    """A data set is unknown, not here, damaged, or no source of it works."""
 
 
 class InputError(ThinwireError, TypeError):

@@ -1,0 +1,35 @@
+"""Real data sets: where they lie, how they are fetched and checked.
+
+Nothing is shipped with thinwire. `fetch` tries the sources of a set in order, checks the SHA-256 of every
+file, and moves the files into a cache; whatever the source, they are the same. `load` gives tensors.
+
+    >>> from thinwire import data
+    >>> list(data.SETS)
+    ['mnist', 'fashion-mnist', 'cifar10', 'digits', 'sotu']
+    >>> data.SETS["cifar10"].train, data.SETS["cifar10"].shape
+    (50000, (3, 32, 32))
+    >>> images, labels = data.load("mnist")  # doctest: +SKIP
+"""
+
+from thinwire.data.read import load
+from thinwire.data.sets import SETS, DataSet, File, get
+from thinwire.data.sources import Progress, Source
+from thinwire.data.store import Choice, best, came_from, check, describe, fetch, present, where
+
+__all__ = [
+    "SETS",
+    "Choice",
+    "DataSet",
+    "File",
+    "Progress",
+    "Source",
+    "best",
+    "came_from",
+    "check",
+    "describe",
+    "fetch",
+    "get",
+    "load",
+    "present",
+    "where",
+]
