@@ -1,0 +1,51 @@
+"""The verb `thinwire report`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from thinwire.cli.output import Json, print_json, print_table
+from thinwire.errors import ThinwireError
+
+
+def make_report(
+    store: Annotated[Path, typer.Option(help="The file of records.")] = Path("thinwire.sqlite"),
+    study: Annotated[str, typer.Option(help="Which study's records.")] = "demo",
+    out: Annotated[Path | None, typer.Option(help="The page; by default STUDY.html.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the page of a study from its stored records, and print its summary."""
+    from thinwire import report
+    from thinwire.study.store import Store
+
+    if not store.exists():
+        raise ThinwireError(
+            f"there is no store {store}; train first (thinwire demo), or name it with --store"
+        )
+    with Store(store) as opened:
+        records, others = opened.records(study), opened.studies()
+    if not records:
+        held = f"it has {', '.join(others)}" if others else "it is empty"
+        raise ThinwireError(f"{store} has no records of the study '{study}'; {held}")
+    summary = report.summarize(records)
+    page = report.save(summary, out or Path(f"{study}.html"))
+    if as_json:
+        print_json({"page": str(page), **summary})
+        return
+    print_summary(summary)
+    typer.echo(f"the page is {page} ({page.stat().st_size / 1e6:.1f} MB, needs no network)")
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The headline and the table of the page."""
+    from thinwire import report
+
+    typer.secho(summary["headline"], bold=True)
+    right = tuple(range(1, len(report.HEADER)))
+    for number, setting in enumerate(summary["settings"]):
+        typer.echo(f"\n{report.title(setting)}")
+        print_table("", report.HEADER, report.rows(summary, number), right=right)
+        for note in setting["notes"]:
+            typer.secho(note, fg="yellow")
+    typer.echo(report.NOTE)

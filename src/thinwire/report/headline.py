@@ -1,0 +1,74 @@
+"""One sentence that says what came out."""
+
+from typing import Any
+
+from thinwire.report import text
+from thinwire.study.statistics import Estimate
+
+TOLERANCE = 0.01  #: accuracies this near are called the same: one point
+BASES = ("fp32", "plain")
+
+
+def headline(setting: dict[str, Any]) -> str:
+    """The fastest codec that keeps the accuracy, or the fastest at all if none does."""
+    gain = "speedup" if setting["throttled"] else "ratio"
+    others = [each for each in setting["codecs"] if each["codec"] not in BASES]
+    rivals = [each for each in others if each[gain] and each["difference"]]
+    if not rivals:
+        return _alone(setting)
+    good = [each for each in rivals if _keeps(Estimate(**each["difference"]))] or rivals
+    best = max(good, key=lambda each: each[gain]["mean"])
+    ending = _ending(Estimate(**best["difference"]))
+    said = f"{_name(best, setting)} {_gain(best, setting)} and {ending}."
+    return said[0].upper() + said[1:] if best["codec"] == "auto" else said
+
+
+def _keeps(difference: Estimate) -> bool:
+    """Not lower by more than the tolerance, nor lower for certain."""
+    if not difference.mean >= -TOLERANCE:
+        return False
+    return difference.margin is None or difference.mean + difference.margin >= 0
+
+
+def _name(best: dict[str, Any], setting: dict[str, Any]) -> str:
+    if best["codec"] != "auto" or not setting["choice"]:
+        return str(best["codec"])
+    return f"auto, which chose {text.listed(list(setting['choice']['chosen']))},"
+
+
+def _gain(best: dict[str, Any], setting: dict[str, Any]) -> str:
+    if not setting["throttled"]:
+        return f"sends {text.times(best['ratio']['mean'])} fewer bytes than fp32"
+    speedup = best["speedup"]["mean"]
+    faster = f"{text.short(speedup, 2)}{text.TIMES} faster" if speedup >= 1 else _slower(speedup)
+    return f"trains {faster} than fp32 over {text.link(setting['link'])}"
+
+
+def _slower(speedup: float) -> str:
+    return f"{text.short(1 / speedup, 2)}{text.TIMES} slower"
+
+
+def _ending(difference: Estimate) -> str:
+    """What is known about the accuracy, in words no stronger than the interval."""
+    found = text.points(difference)
+    if difference.interval is None:
+        return f"ends {_beside(difference.mean)} (one seed, so no spread)"
+    low, high = difference.interval
+    if -TOLERANCE <= low <= 0 <= high <= TOLERANCE:
+        return f"ends at the same accuracy (difference {found} points)"
+    if low <= 0 <= high:
+        return f"ends at an accuracy that these seeds cannot tell from it (difference {found} points)"
+    return f"ends at {'a higher' if low > 0 else 'a lower'} accuracy (difference {found} points)"
+
+
+def _beside(difference: float) -> str:
+    size = f"{abs(100 * difference):.1f}"
+    if size == "0.0":
+        return "at the same accuracy"
+    return f"{size} points {'higher' if difference > 0 else 'lower'} in accuracy"
+
+
+def _alone(setting: dict[str, Any]) -> str:
+    """Without fp32, or with nothing else, there is nothing to compare."""
+    best = max(setting["codecs"], key=lambda each: each["accuracy"]["mean"])
+    return f"{best['codec']} ends at an accuracy of {text.percent(Estimate(**best['accuracy']))}."

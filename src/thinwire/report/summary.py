@@ -1,0 +1,230 @@
+"""Records to page data: plain dictionaries and lists, from which the page and the table are made."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from thinwire.errors import ThinwireError
+from thinwire.report import text
+from thinwire.report.headline import headline
+from thinwire.study import Record
+from thinwire.study.statistics import Estimate, differences, estimate, ratios
+
+BASE = "fp32"  #: what speed and accuracy are compared with
+FIRST, LAST = (BASE, "plain"), "auto"
+SETTING = ("study", "data", "network", "hosts", "link", "steps", "batch", "lr")
+SECONDS = ("compute", "wait", "encode", "wire", "decode")
+CURVE = ("step", "seconds", "sent_nbytes", "loss", "accuracy")
+
+Plain = dict[str, Any]
+
+
+def summarize(records: Iterable[Record]) -> Plain:
+    """All that the page shows. Runs that differ in more than codec and seed are told apart as settings."""
+    found = list({record.trial.key: record for record in records}.values())
+    if not found:
+        raise ThinwireError("there are no records to report; train first, for instance with: thinwire demo")
+    grouped: dict[tuple[Any, ...], list[Record]] = {}
+    for record in found:
+        grouped.setdefault(tuple(getattr(record.trial, name) for name in SETTING), []).append(record)
+    settings = [_setting(group) for group in grouped.values()]
+    settings.sort(key=lambda setting: not setting["throttled"])  # what says more about wires comes first
+    return {
+        "study": ", ".join(sorted({record.trial.study for record in found})),
+        "headline": settings[0]["headline"],
+        "settings": settings,
+        "environment": _environment(found),
+        "commands": list(dict.fromkeys(record.command for record in found if record.command)),
+    }
+
+
+def _setting(records: Sequence[Record]) -> Plain:
+    """Runs that differ in codec and seed only."""
+    trial = records[0].trial
+    groups = {name: [each for each in records if each.trial.codec == name] for name in _codecs(records)}
+    codecs = [_codec(name, runs, groups.get(BASE, [])) for name, runs in groups.items()]
+    found = {
+        **{name: getattr(trial, name) for name in SETTING},
+        "throttled": trial.link != text.LOOPBACK,
+        "seeds": sorted({record.trial.seed for record in records}),
+        "codecs": codecs,
+        "choice": _choice(groups),
+    }
+    return {**found, "headline": headline(found), "notes": _notes(found)}
+
+
+def _codecs(records: Sequence[Record]) -> list[str]:
+    """Names in the order of the page: the base first, then from many bytes to few, auto at the end."""
+    sent: dict[str, list[float]] = {}
+    for record in records:
+        sent.setdefault(record.trial.codec, []).append(record.sent_nbytes_per_step)
+
+    def place(name: str) -> tuple[int, float, str]:
+        group = FIRST.index(name) if name in FIRST else len(FIRST) + (name == LAST)
+        return group, -fmean(sent[name]), name
+
+    return sorted(sent, key=place)
+
+
+def _codec(name: str, runs: Sequence[Record], base: Sequence[Record]) -> Plain:
+    """A row of the table and the curves of a codec."""
+    runs = sorted(runs, key=lambda run: run.trial.seed)
+    curves = [_curve(run) for run in runs]
+    return {
+        "codec": name,
+        "seeds": [run.trial.seed for run in runs],
+        "sent_nbytes_per_step": _mean(run.sent_nbytes_per_step for run in runs),
+        "ratio": _mean(
+            run.fp32_nbytes_per_step / run.sent_nbytes_per_step for run in runs if run.sent_nbytes_per_step
+        ),
+        "step_s": _mean(run.step_s for run in runs),
+        "samples_per_s": _mean(run.samples_per_s for run in runs),
+        "speedup": _plain(ratios(_seeds(base, _step_s), _seeds(runs, _step_s))),
+        "accuracy": _mean(run.accuracy for run in runs),
+        "difference": None
+        if name == BASE
+        else _plain(differences(_seeds(runs, _accuracy), _seeds(base, _accuracy))),
+        "replicas_equal": all(run.replicas_equal for run in runs),
+        "seconds": {
+            part: _mean(run.seconds[part] for run in runs if part in run.seconds) for part in SECONDS
+        },
+        "overlap": _mean(run.overlap for run in runs),
+        "predicted_step_s": _mean(run.predicted_step_s for run in runs if run.predicted_step_s is not None),
+        "runs": curves,
+        "mean": _mean_curve(curves) if len(curves) > 1 else None,
+        "layers": _layers(runs),
+    }
+
+
+def _step_s(record: Record) -> float:
+    return record.step_s
+
+
+def _accuracy(record: Record) -> float:
+    return record.accuracy
+
+
+def _seeds(runs: Sequence[Record], value: Callable[[Record], float]) -> dict[int, float]:
+    return {run.trial.seed: value(run) for run in runs}
+
+
+def _plain(found: Estimate | None) -> Plain | None:
+    return None if found is None else asdict(found)
+
+
+def _mean(values: Iterable[float]) -> Plain | None:
+    return _plain(estimate(values))
+
+
+def _curve(run: Record) -> Plain:
+    columns = {name: [getattr(point, name) for point in run.points] for name in CURVE}
+    return {"seed": run.trial.seed, **columns}
+
+
+def _mean_curve(curves: Sequence[Plain]) -> Plain:
+    """The mean over seeds at every step that all of them have."""
+    places = [{step: place for place, step in enumerate(curve["step"])} for curve in curves]
+    shared = [step for step in curves[0]["step"] if all(step in each for each in places)]
+    mean: Plain = {"step": shared}
+    for name in CURVE[1:]:
+        rows = [
+            [curve[name][place[step]] for curve, place in zip(curves, places, strict=True)] for step in shared
+        ]
+        mean[name] = [None if None in row else fmean(row) for row in rows]
+    return mean
+
+
+def _layers(runs: Sequence[Record]) -> list[Plain]:
+    """What the codec did to every layer: the mean over seeds of the decibels, and the first seed's facts."""
+    found = []
+    for number, layer in enumerate(runs[0].layers):
+        same = [run.layers[number] for run in runs if len(run.layers) == len(runs[0].layers)]
+        known = [each.snr_db for each in same if each.snr_db is not None]
+        found.append(
+            {
+                "name": layer.name,
+                "codec": ", ".join(dict.fromkeys(each.codec for each in same)),
+                "numel": layer.numel,
+                "wire_nbytes": layer.wire_nbytes,
+                "snr_db": fmean(known) if known else None,
+                "exact": all(each.error == 0 for each in same),
+            }
+        )
+    return found
+
+
+def _choice(groups: dict[str, list[Record]]) -> Plain | None:
+    """What auto expected of its candidates, beside what the candidates' own runs and auto's runs took."""
+    choices = [run.choice for run in groups.get(LAST, []) if run.choice]
+    if not choices:
+        return None
+    names = list(dict.fromkeys(each["codec"] for choice in choices for each in choice["candidates"]))
+    chosen = [choice["chosen"] for choice in choices]
+    measured = [each["measured_step_s"] for each in choices if each.get("measured_step_s") is not None]
+    return {
+        "chosen": {name: chosen.count(name) for name in dict.fromkeys(chosen)},
+        "predicted_step_s": _mean(choice["predicted_step_s"] for choice in choices),
+        "measured_step_s": _mean(measured) or _mean(run.step_s for run in groups[LAST]),
+        "candidates": sorted(
+            (_candidate(name, choices, groups.get(name, [])) for name in names),
+            key=lambda each: each["predicted_step_s"]["mean"],
+        ),
+    }
+
+
+def _candidate(name: str, choices: Sequence[Plain], runs: Sequence[Record]) -> Plain:
+    same = [each for choice in choices for each in choice["candidates"] if each["codec"] == name]
+    return {
+        "codec": name,
+        "predicted_step_s": _mean(each["predicted_step_s"] for each in same),
+        "measured_step_s": _mean(run.step_s for run in runs),
+        "sent_nbytes": _mean(each["sent_nbytes"] for each in same),
+        "error": _mean(each["error"] for each in same if each["error"] is not None),
+        "allowed": all(each["allowed"] for each in same),
+        "why": next((each["why"] for each in same if each["why"]), ""),
+    }
+
+
+def _notes(setting: Plain) -> list[str]:
+    """What a reader must know before believing the numbers."""
+    notes = []
+    if not setting["throttled"]:
+        notes.append("The link is loopback: not throttled, so speed-ups here say nothing about a wire.")
+    apart = [each["codec"] for each in setting["codecs"] if not each["replicas_equal"]]
+    if apart:
+        notes.append(f"Replicas did not stay identical with {text.listed(apart)}: do not trust these runs.")
+    missing = [
+        f"{each['codec']} ({', '.join(str(seed) for seed in setting['seeds'] if seed not in each['seeds'])})"
+        for each in setting["codecs"]
+        if each["seeds"] != setting["seeds"]
+    ]
+    if missing:
+        notes.append(f"Seeds are missing for {text.listed(missing)}; comparisons use the seeds both have.")
+    if len(setting["seeds"]) == 1:
+        notes.append("One seed only: the numbers have no spread.")
+    return notes
+
+
+def _environment(records: Sequence[Record]) -> list[list[str]]:
+    """Where it was measured, as name and value; several values where records differ."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        for name, value in _flat(record.environment):
+            values = found.setdefault(name, [])
+            if value not in values:
+                values.append(value)
+    return [[name, _joined(sorted(values))] for name, values in found.items()]
+
+
+def _flat(entries: Plain, above: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in entries.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", str(value)
+
+
+def _joined(values: list[str]) -> str:
+    """All of a few values; first and last of many, such as dates."""
+    return ", ".join(values) if len(values) <= 3 else f"{values[0]} to {values[-1]}"

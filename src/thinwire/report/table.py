@@ -1,0 +1,55 @@
+"""The summary table: the same cells in the terminal and on the page."""
+
+from collections.abc import Callable
+from typing import Any
+
+from thinwire.report import text
+from thinwire.study.statistics import Estimate
+
+#: Heading of a column, the entry of page data it shows, and how.
+COLUMNS: tuple[tuple[str, str, Callable[[Estimate], str]], ...] = (
+    ("bytes per step", "sent_nbytes_per_step", lambda found: text.nbytes(found.mean)),
+    ("compression", "ratio", lambda found: text.times(found.mean)),
+    ("step time", "step_s", lambda found: text.seconds(found.mean)),
+    ("samples/s", "samples_per_s", lambda found: text.short(found.mean)),
+    ("speed-up", "speedup", lambda found: text.times(found.mean)),
+    ("final accuracy", "accuracy", text.percent),
+    ("points from fp32", "difference", text.points),
+)
+HEADER = ("codec", *(heading for heading, _, _ in COLUMNS), "replicas identical", "seeds")
+NOTE = (
+    "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean ± 95 % Student interval over "
+    "equal seeds. Compression: bytes of fp32 over those sent. Speed-up: step time of fp32 over that of the "
+    "codec at equal seeds. Step time: median of a run."
+)
+
+
+def cell(entry: dict[str, Any], name: str, show: Callable[[Estimate], str]) -> str:
+    """An entry of a codec as text."""
+    return text.NOTHING if entry[name] is None else show(Estimate(**entry[name]))
+
+
+def rows(summary: dict[str, Any], number: int | None = None) -> list[tuple[str, ...]]:
+    """The rows under `HEADER`: of all settings, or of one by its number."""
+    settings = summary["settings"] if number is None else [summary["settings"][number]]
+    return [_row(entry) for setting in settings for entry in setting["codecs"]]
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    cells = (cell(entry, name, show) for _, name, show in COLUMNS)
+    return entry["codec"], *cells, "yes" if entry["replicas_equal"] else "NO", str(len(entry["seeds"]))
+
+
+def title(setting: dict[str, Any]) -> str:
+    """What a setting is, in one line."""
+    link = text.link(setting["link"])
+    seeds = setting["seeds"]
+    return ", ".join(
+        (
+            f"{setting['network']} on {setting['data']}",
+            f"{setting['hosts']} hosts",
+            link if setting["throttled"] else f"{link} (not throttled)",
+            f"{setting['steps']} steps of {setting['hosts'] * setting['batch']} samples",
+            f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}",
+        )
+    )

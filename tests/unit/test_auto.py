@@ -1,0 +1,138 @@
+"""Auto's arithmetic: what a step would take, and what it takes in the end."""
+
+import math
+
+import pytest
+import torch
+
+from thinwire.integrations import auto
+from thinwire.integrations.auto import Candidate, Cost, Pilot, Profile, communication_end, predict
+from thinwire.integrations.meter import Meter
+
+MB = 1_000_000
+
+
+def test_without_overlap_the_step_shrinks_by_what_the_wire_saves():
+    one = Profile(1.0, (0.0,), (MB,))
+    assert predict(one, Cost(0.8, 0), Cost(0.2, 0), False) == pytest.approx(0.4)
+
+
+def test_hidden_communication_saves_nothing():
+    """Buckets at 0 and 0.9 s, 0.2 s of communication: all but the last bucket's share is hidden."""
+    late = Profile(1.1, (0.0, 0.9), (MB, MB))
+    assert communication_end(late, Cost(0.2, 0)) == pytest.approx(1.0)
+    assert predict(late, Cost(0.2, 0), Cost(0.1, 0), False) == pytest.approx(1.05)
+
+
+def test_buckets_wait_for_one_another():
+    busy = Profile(1.0, (0.0, 0.1, 0.2), (MB, MB, MB))
+    assert communication_end(busy, Cost(0.9, 0)) == pytest.approx(0.9)
+    assert communication_end(busy, Cost(0.03, 0)) == pytest.approx(0.21)
+
+
+def test_processor_time_counts_only_where_cores_are_shared():
+    hidden = Profile(1.0, (0.0, 0.8), (MB, MB))
+    free = predict(hidden, Cost(0.1, 0.0), Cost(0.1, 0.1), False)
+    shared = predict(hidden, Cost(0.1, 0.0), Cost(0.1, 0.1), True)
+    assert free == pytest.approx(1.0)
+    assert shared == pytest.approx(1.1)
+
+
+class FakeWire:
+    """A wire whose steps take what a table says: no network, no time."""
+
+    def __init__(self, steps_s, monkeypatch):
+        self.step, self.world, self.rank, self.meter = 0, 2, 0, Meter()
+        self.steps_s, self.codec, self.asked = steps_s, "fp32", []
+        self.now = 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("time.process_time", lambda: 0.0)
+        monkeypatch.setattr(auto, "_shares_core", lambda _: False)
+
+    def follow(self, policy):
+        self.codec = policy.name
+
+    def agree(self, numbers):
+        return numbers.clone()
+
+    def probe(self, policy, _):
+        self.asked.append(policy.name)
+        self.now += self.steps_s["probe"].get(policy.name, 0.5)
+        return 1000
+
+    def train(self, pilot, steps):
+        from thinwire.policy import Tensorlike
+
+        gradient = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+        for _ in range(steps):
+            self.meter.begin_step()
+            self.step += 1
+            pilot.begin_step(self)
+            self.meter.arrive()
+            pilot.see(self, [(Tensorlike("w", "weight", (100, 200)), gradient.view(100, 200))], gradient)
+            self.now += self.steps_s["real"][self.codec]
+            self.meter.done(self.meter.step)
+
+
+PROBES = {"fp32": 0.8, "fp16": 0.4, "int8": 0.2, "int4": 0.1, "onebit": 0.05}
+
+
+def test_the_fastest_inside_the_budget_is_kept(monkeypatch):
+    wire, pilot = FakeWire({"probe": PROBES, "real": {"fp32": 1.0, "int4": 0.3}}, monkeypatch), Pilot()
+    wire.train(pilot, 20)
+    assert (pilot.chosen, pilot.settled, wire.codec) == ("int4", True, "int4")
+    found = pilot.describe()
+    assert found["predicted_step_s"] == pytest.approx(0.3)
+    assert found["measured_step_s"] == pytest.approx(0.3)
+    assert [row["codec"] for row in found["candidates"] if not row["allowed"]] == ["onebit"]
+    assert "over the budget" in found["candidates"][-1]["why"]
+
+
+def test_a_smaller_budget_takes_a_finer_codec(monkeypatch):
+    real = {"fp32": 1.0, "int8": 0.4}
+    wire, pilot = FakeWire({"probe": PROBES, "real": real}, monkeypatch), Pilot(0.02)
+    wire.train(pilot, 20)
+    assert pilot.chosen == "int8"
+
+
+def test_float32_stays_where_the_wire_is_not_the_bottleneck(monkeypatch):
+    probes = {"fp32": 0.001, "fp16": 0.002, "int8": 0.002, "int4": 0.002, "onebit": 0.002}
+    wire, pilot = FakeWire({"probe": probes, "real": {"fp32": 1.0}}, monkeypatch), Pilot()
+    wire.train(pilot, 20)
+    assert (pilot.chosen, pilot.settled) == ("fp32", True)
+
+
+def test_what_is_slower_in_use_is_dropped(monkeypatch):
+    """int4 and int8 disappoint, fp16 does not."""
+    real = {"fp32": 1.0, "int4": 1.3, "int8": 1.1, "fp16": 0.6}
+    wire, pilot = FakeWire({"probe": PROBES, "real": real}, monkeypatch), Pilot()
+    wire.train(pilot, 40)
+    assert (pilot.chosen, pilot.settled) == ("fp16", True)
+    assert set(pilot.tried) == {"int4", "int8", "fp16"}
+
+
+def test_it_ends_with_float32_if_nothing_is_faster(monkeypatch):
+    real = {"fp32": 1.0, "int4": 1.3, "int8": 1.1, "fp16": 1.2}
+    wire, pilot = FakeWire({"probe": PROBES, "real": real}, monkeypatch), Pilot()
+    wire.train(pilot, 60)
+    assert (pilot.chosen, pilot.settled, wire.codec) == ("fp32", True, "fp32")
+
+
+def test_a_choice_is_remembered(monkeypatch):
+    wire, pilot = FakeWire({"probe": PROBES, "real": {"fp32": 1.0, "int4": 0.3}}, monkeypatch), Pilot()
+    wire.train(pilot, 20)
+    other = FakeWire({"probe": PROBES, "real": {"int4": 0.3}}, monkeypatch)
+    again = Pilot()
+    again.load_state_dict(other, pilot.state_dict())
+    other.train(again, 20)
+    assert other.asked == []
+    assert other.codec == "int4"
+    assert again.describe()["candidates"] == pilot.describe()["candidates"]
+
+
+def test_the_table_names_the_choice():
+    pilot = Pilot(rows=[Candidate("fp32", 1.0, 10, 0.0, True, ""), Candidate("int8", 0.5, 3, 0.01, True, "")])
+    pilot.chosen = "int8"
+    assert "int8" in pilot.explain().splitlines()[-1]
+    assert "<- chosen" in pilot.explain().splitlines()[-1]
+    assert math.isclose(pilot.describe()["predicted_step_s"], 0.5)

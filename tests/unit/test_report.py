@@ -1,0 +1,344 @@
+"""Records to page data, headline, figures, table and HTML; all records here are made up."""
+
+import builtins
+import itertools
+import json
+import re
+import runpy
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from thinwire import cli, report
+from thinwire.errors import MissingDependencyError, ThinwireError
+from thinwire.report.figures import figures
+from thinwire.report.theme import KNOWN, SHAPES, TEMPLATES, styles
+from thinwire.study import Point
+from thinwire.study.store import Store
+
+made_up = runpy.run_path(str(Path(__file__).parents[1] / "report" / "made_up.py"))
+record, records, unequal = made_up["record"], made_up["records"], made_up["unequal"]
+CODECS = list(made_up["CODECS"])
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+#: What people see who lack a kind of cone: Machado, Oliveira and Fernandes 2009, severity 1.
+SEEN = {
+    "nothing": np.eye(3),
+    "red": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                     [-0.003882, -0.048116, 1.051998]]),
+    "green": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                       [-0.011820, 0.042940, 0.968881]]),
+    "blue": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+                      [0.004733, 0.691367, 0.303900]]),
+}  # fmt: skip
+
+
+def entry(summary, codec, number=0):
+    return next(each for each in summary["settings"][number]["codecs"] if each["codec"] == codec)
+
+
+def with_accuracy(codec, seed, accuracy):
+    return replace(record(codec, seed), accuracy=accuracy)
+
+
+def test_every_number_of_the_table_is_that_of_the_records():
+    summary = report.summarize(records())
+    runs = {codec: [record(codec, seed) for seed in range(3)] for codec in CODECS}
+    for codec, same in runs.items():
+        found = entry(summary, codec)
+        for name in ("step_s", "samples_per_s", "sent_nbytes_per_step", "accuracy"):
+            values = [getattr(run, name) for run in same]
+            assert found[name]["mean"] == pytest.approx(statistics.fmean(values))
+            assert found[name]["deviation"] == pytest.approx(statistics.stdev(values))
+        ratios = [run.fp32_nbytes_per_step / run.sent_nbytes_per_step for run in same]
+        assert found["ratio"]["mean"] == pytest.approx(statistics.fmean(ratios))
+        speedups = [base.step_s / run.step_s for base, run in zip(runs["fp32"], same, strict=True)]
+        assert found["speedup"]["mean"] == pytest.approx(statistics.fmean(speedups))
+    differences = [runs["int8"][seed].accuracy - runs["fp32"][seed].accuracy for seed in range(3)]
+    assert entry(summary, "int8")["difference"]["mean"] == pytest.approx(statistics.fmean(differences))
+    assert entry(summary, "fp32")["difference"] is None
+
+
+def test_page_data_is_plain_and_does_not_depend_on_the_order_of_records():
+    summary = report.summarize(records())
+    assert json.loads(json.dumps(summary)) == summary
+    assert [each["codec"] for each in summary["settings"][0]["codecs"]] == CODECS
+    again = report.summarize(records()[::-1])
+    assert again["settings"] == summary["settings"]
+    assert again["headline"] == summary["headline"]
+
+
+def test_curves_are_the_points():
+    found = entry(report.summarize(records()), "int4")
+    for run, seed in zip(found["runs"], range(3), strict=True):
+        points = record("int4", seed).points
+        assert run["loss"] == [point.loss for point in points]
+        assert run["sent_nbytes"] == [point.sent_nbytes for point in points]
+    third = [record("int4", seed).points[2] for seed in range(3)]
+    assert found["mean"]["loss"][2] == pytest.approx(statistics.fmean(point.loss for point in third))
+    assert found["mean"]["seconds"][2] == pytest.approx(statistics.fmean(point.seconds for point in third))
+
+
+def test_one_seed_has_no_spread():
+    summary = report.summarize(records(seeds=(4,)))
+    found = entry(summary, "int8")
+    assert found["accuracy"]["deviation"] is None
+    assert found["mean"] is None
+    assert all("±" not in cell for row in report.rows(summary) for cell in row)
+    assert "one seed, so no spread" in summary["headline"]
+    assert any("One seed only" in note for note in summary["settings"][0]["notes"])
+
+
+def test_missing_seeds_and_codecs_break_nothing():
+    kept = [
+        each for each in records() if (each.trial.codec, each.trial.seed) not in {("int8", 1), ("fp32", 2)}
+    ]
+    summary = report.summarize(kept)
+    assert entry(summary, "int8")["speedup"]["count"] == 1
+    assert "fp32 (2) and int8 (1)" in " ".join(summary["settings"][0]["notes"])
+    apart = report.summarize([record("fp32", 0), record("int8", 1)])
+    assert entry(apart, "int8")["speedup"] is None
+    alone = report.summarize(records(codecs=("int8",)))
+    assert alone["headline"].startswith("int8 ends at an accuracy of 96.")
+    for each in (summary, apart, alone):
+        assert report.rows(each)
+        assert report.render(each)
+
+
+def test_points_at_different_steps_are_met_where_they_agree():
+    short = replace(record("int8", 1), points=record("int8", 1).points[1::2])
+    found = entry(report.summarize([record("int8", 0), short]), "int8")
+    assert found["mean"]["step"] == [point.step for point in short.points]
+
+
+def test_a_run_that_diverged_is_shown_as_such():
+    points = (Point(1, 0.1, 10, 2.0), Point(2, 0.2, 20, float("nan"), 0.1))
+    bad = replace(record("onebit"), points=points, accuracy=float("nan"))
+    summary = report.summarize([record("fp32"), bad])
+    assert any("not finite" in row for row in report.rows(summary))
+    data = re.search(r'id="data">(.*?)</script>', report.render(summary), re.S)[1]
+    assert json.loads(data, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ((0.9, 0.902, 0.901), r"^int8 trains 2\.9. faster than fp32 over 100 Mbit/s and ends at the "
+         r"same accuracy \(difference \+0\.1 ± 0\.2 points\)\.$"),
+        ((0.93, 0.87, 0.90), r"cannot tell from it \(difference 0\.0 ± 7\.5 points\)"),
+        ((0.88, 0.881, 0.879), r"a lower accuracy \(difference −2\.0 ± 0\.2 points\)"),  # noqa: RUF001
+        ((0.92, 0.921, 0.919), r"a higher accuracy \(difference \+2\.0 ± 0\.2 points\)"),
+    ],
+)  # fmt: skip
+def test_the_headline_says_no_more_than_the_interval(accuracies, expected):
+    base = [with_accuracy("fp32", seed, 0.9) for seed in range(3)]
+    found = [with_accuracy("int8", seed, each) for seed, each in enumerate(accuracies)]
+    assert re.search(expected, report.summarize(base + found)["headline"])
+
+
+def test_the_headline_prefers_a_codec_that_keeps_the_accuracy():
+    summary = report.summarize(records(codecs=("fp32", "int8", "onebit")))
+    assert entry(summary, "onebit")["speedup"]["mean"] > entry(summary, "int8")["speedup"]["mean"]
+    assert summary["headline"].startswith("int8 trains")
+    lossy = report.summarize(records(codecs=("fp32", "onebit")))
+    assert re.match(r"onebit trains .* ends at a lower accuracy", lossy["headline"])
+
+
+def test_auto_names_what_it_chose():
+    summary = report.summarize(records(codecs=("fp32", "auto")))
+    assert summary["headline"].startswith("Auto, which chose int4, trains")
+    choice = summary["settings"][0]["choice"]
+    assert choice["chosen"] == {"int4": 3}
+    by_name = {each["codec"]: each for each in choice["candidates"]}
+    assert by_name["fp32"]["measured_step_s"]["mean"] == pytest.approx(
+        statistics.fmean(record("fp32", seed).step_s for seed in range(3))
+    )
+    assert by_name["int8"]["measured_step_s"] is None
+    assert not by_name["onebit"]["allowed"]
+
+
+def test_a_slower_codec_is_called_slower():
+    slow = [replace(record("int8", seed), step_s=1.0) for seed in range(3)]
+    assert "slower than fp32" in report.summarize(records(codecs=("fp32",)) + slow)["headline"]
+
+
+def test_loopback_is_labelled_and_boasts_no_speed():
+    summary = report.summarize(records(link="loopback"))
+    setting = summary["settings"][0]
+    assert "not throttled" in " ".join(setting["notes"])
+    assert "not throttled" in report.title(setting)
+    assert "faster" not in summary["headline"]
+    assert "fewer bytes" in summary["headline"]
+    assert report.render(summary).count("not throttled") >= 3
+
+
+def test_settings_are_told_apart_and_real_links_come_first():
+    summary = report.summarize(records(link="loopback") + records() + records(link="1gbit"))
+    assert [each["link"] for each in summary["settings"]] == ["100mbit", "1gbit", "loopback"]
+    assert "over 100 Mbit/s" in summary["headline"]
+    assert len(report.rows(summary)) == 18
+    assert report.rows(summary, 1) == report.rows(summary)[6:12]
+    page = report.render(summary)
+    assert page.count('class="summary"') == 3
+    assert 'id="loss-time-2"' in page
+
+
+def test_replicas_that_differ_are_not_hidden():
+    summary = report.summarize([record("fp32"), unequal(record("int8"))])
+    assert report.rows(summary)[1][-2] == "NO"
+    assert "did not stay identical with int8" in " ".join(summary["settings"][0]["notes"])
+
+
+def test_no_records_is_an_error():
+    with pytest.raises(ThinwireError, match="no records to report; train first"):
+        report.summarize([])
+
+
+def test_a_codec_looks_the_same_in_every_figure():
+    summary = report.summarize(records(codecs=(*CODECS, "plain")))
+    found = figures(summary, summary["settings"][0])
+    assert set(found) == {
+        "loss-time", "loss-bytes", "accuracy-time", "accuracy-bytes", "steps", "layers", "prediction",
+    }  # fmt: skip
+    colours = {}
+    for figure in found.values():
+        for trace in figure["data"]:
+            if trace.get("meta"):
+                colours.setdefault(trace["meta"]["codec"], set()).add(trace["line"]["color"])
+    dots = found["prediction"]["data"][1]
+    for name, colour in zip(dots["y"], dots["marker"]["color"], strict=True):
+        colours[name].add(colour)
+    assert all(len(each) == 1 for each in colours.values())
+    assert len(set.union(*colours.values())) == 7
+
+
+def linear(colour):
+    """Linear light of a colour such as #1c2430."""
+    share = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+def lab(light):
+    xyz = XYZ @ np.clip(light, 0, 1) / XYZ.sum(1)
+    bent = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * bent[1] - 16, 500 * (bent[0] - bent[1]), 200 * (bent[1] - bent[2])])
+
+
+def test_colours_stand_out_on_both_pages():
+    for surface in ("#ffffff", TEMPLATES["dark"]["layout"]["hoverlabel"]["bgcolor"]):
+        page = XYZ[1] @ linear(surface) + 0.05
+        for name, colour in KNOWN.items():
+            ink = XYZ[1] @ linear(colour) + 0.05
+            assert max(ink, page) / min(ink, page) >= 3.0, (name, surface)
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "red", "green", "blue"])
+def test_colours_differ_to_the_colour_blind(lacking):
+    seen = {name: lab(SEEN[lacking] @ linear(colour)) for name, colour in KNOWN.items()}
+    for one, other in itertools.combinations(seen, 2):
+        assert np.linalg.norm(seen[one] - seen[other]) >= 19, (one, other)
+
+
+def test_codecs_without_a_colour_of_their_own_take_others():
+    found = styles(["int8", "int8/256", "topk/0.01+ef"])
+    colours = {each["colour"] for each in found.values()}
+    assert len(colours) == 3
+    assert found["int8"]["colour"] == KNOWN["int8"]
+    assert all(each["symbol"] in SHAPES for each in found.values())
+
+
+def test_plotly_knows_all_that_the_figures_say():
+    graph = pytest.importorskip("plotly.graph_objects")
+    summary = report.summarize(records())
+    for figure in figures(summary, summary["settings"][0]).values():
+        for template in TEMPLATES.values():
+            graph.Figure({**figure, "layout": {**figure["layout"], "template": template}})
+
+
+def test_a_step_is_computing_and_waiting_and_communication_stands_beside():
+    summary = report.summarize(records())
+    traces = {each["name"]: each for each in figures(summary, summary["settings"][0])["steps"]["data"]}
+    assert traces["compute"]["offsetgroup"] == traces["wait"]["offsetgroup"] == "step"
+    assert {traces[name]["offsetgroup"] for name in ("encode", "wire", "decode")} == {"communication"}
+    place = traces["wait"]["y"].index("int8")
+    step_ms = traces["compute"]["x"][place] + traces["wait"]["x"][place]
+    assert step_ms == pytest.approx(1e3 * statistics.fmean(record("int8", seed).step_s for seed in range(3)))
+
+
+def test_layers_leave_out_what_is_exact():
+    summary = report.summarize(records())
+    trace = figures(summary, summary["settings"][0])["layers"]["data"][0]
+    assert "fp32" not in trace["x"]
+    column = trace["x"].index("int8")
+    known = [record("int8", seed).layers[2].snr_db for seed in range(3)]
+    assert trace["z"][2][column] == pytest.approx(statistics.fmean(known))
+    exact = report.summarize(records(codecs=("fp32",)))
+    assert "layers" not in figures(exact, exact["settings"][0])
+
+
+def test_one_exact_layer_among_others_says_so():
+    layers = (replace(record().layers[0], error=0.0, snr_db=None), *record().layers[1:])
+    summary = report.summarize([replace(record(), layers=layers)])
+    trace = figures(summary, summary["settings"][0])["layers"]["data"][0]
+    assert [row[0] for row in trace["text"]][:1] == ["exact"]
+
+
+def test_names_cannot_break_the_page():
+    evil = "</script><script>alert(1)</script>"
+    trial = replace(record().trial, codec=evil, network=evil)
+    page = report.render(report.summarize([replace(record(), trial=trial, command=evil)]))
+    assert evil not in page
+    assert page.count("<script") == 3
+    assert "made up &lt;&amp; sons&gt;" in page
+
+
+def test_without_plotly_the_extra_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *arguments):
+        if name.startswith("plotly"):
+            raise ImportError(name)
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'thinwire\[report\]'"):
+        report.render(report.summarize(records()))
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Store() as store:
+        for each in records():
+            store.put(each)
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, ["report", *arguments])
+
+
+def test_the_verb_writes_the_page_and_prints_its_table(stored):
+    done = invoke()
+    assert done.exit_code == 0, done.output
+    assert (stored / "demo.html").exists()
+    for row in report.rows(report.summarize(records())):
+        assert all(cell in done.stdout for cell in row)
+    assert report.summarize(records())["headline"] in done.stdout
+
+
+def test_the_verb_prints_json(stored):
+    done = invoke("--json", "--out", "pages/other.html")
+    found = json.loads(done.stdout)
+    assert found["page"] == "pages/other.html"
+    assert (stored / "pages" / "other.html").exists()
+    assert found["settings"] == report.summarize(records())["settings"]
+
+
+def test_the_verb_says_what_is_missing(stored):
+    assert "no records of the study 'other'; it has demo" in str(invoke("--study", "other").exception)
+    assert "there is no store nowhere.sqlite" in str(invoke("--store", "nowhere.sqlite").exception)
+    assert not (stored / "nowhere.sqlite").exists()
