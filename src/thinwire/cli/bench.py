@@ -30,7 +30,7 @@ def bench_formats(
     """Speed of every format beside a plain copy and beside other libraries; about three minutes on a CPU."""
     from thinwire.bench import formats
 
-    _report(formats, "formats", (device, numel, names), save, commit, as_json)
+    _report(formats, f"formats-{device}", (device, numel, names), save, commit, as_json)
 
 
 @app.command("codecs")
@@ -45,7 +45,7 @@ def bench_codecs(
     """Speed of every codec beside a plain copy and beside other libraries; about five minutes on a CPU."""
     from thinwire.bench import codecs
 
-    _report(codecs, "codecs", (device, numel, specs), save, commit, as_json)
+    _report(codecs, f"codecs-{device}", (device, numel, specs), save, commit, as_json)
 
 
 @app.command("collectives")
@@ -68,7 +68,36 @@ def bench_collectives(
 
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
     bench = SimpleNamespace(run=partial(collectives.run, seconds=seconds), tables=collectives.tables)
-    _report(bench, "collectives", (device, places, specs), save, commit, as_json)
+    _report(bench, f"collectives-{device}", (device, places, specs), save, commit, as_json)
+
+
+@app.command("training")
+def bench_training(
+    networks: Annotated[
+        list[str] | None, typer.Option("--network", help="Only these: vgg, resnet, lstm, transformer.")
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(help="Hosts; with --link, only this place.", min=2)] = None,
+    link: Annotated[str | None, typer.Option(help="A rate such as 1gbit, or loopback.")] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="Only these beside plain DDP: torch-fp16, torch-powersgd, auto, any recipe or codec.",
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Of timed steps, for each network and place.")] = 15.0,
+    save: Save = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """Training between throttled hosts, beside torch's hooks; about fifteen minutes, needs root for links."""
+    from functools import partial
+
+    from thinwire.bench import training
+
+    places = [(hosts or 2, link or "1gbit")] if hosts or link else None
+    bench = SimpleNamespace(run=partial(training.run, seconds=seconds), tables=training.tables)
+    _report(bench, "training-cpu", (networks, places, methods), save, commit, as_json)
 
 
 def _report(
@@ -89,7 +118,7 @@ def _report(
         result = bench.run(*what, progress)
     result["commit"] = commit or result["commit"]
     if save:
-        path = machine.save(result, save, f"{name}-{what[0]}")
+        path = machine.save(result, save, name)
         console.print(f"saved {path}")
     if as_json:
         print_json(result)

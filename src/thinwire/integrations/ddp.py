@@ -16,10 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import policy
-from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.integrations.auto import BUDGET, Pilot
 from thinwire.integrations.meter import Board
+from thinwire.integrations.stats import wire_nbytes
 from thinwire.integrations.wire import Wire
 from thinwire.policy import NOOP, Policy, Tensorlike
 
@@ -61,6 +61,7 @@ def attach(
     tensorboard: a folder, or a SummaryWriter; rank 0 writes.
     error_budget: for `auto`: what a gradient may lose in one round trip, relative to its norm.
     """
+    model = _compiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise InputError(
             f"attach takes a DistributedDataParallel model, not {type(model).__name__}; wrap it first"
@@ -68,16 +69,18 @@ def attach(
     group = model.process_group
     assert isinstance(group, dist.ProcessGroup)
     pilot = Pilot(error_budget) if codec == AUTO else None
-    board = Board(tensorboard) if tensorboard is not None and dist.get_rank(group) == 0 else None
-    wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, board, pilot)
+    wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, None, pilot)
     know(wire, model.module)
+    said = _first_line(wire, wire.trained)  # by all ranks, as it finds tensors that no rule takes
     slot = _slots.get(model)
     if slot is None:
-        slot = _slots[model] = Slot(wire)
+        slot = Slot(wire)
         model.register_comm_hook(slot, hook)
+        _slots[model] = slot
     slot.wire = wire
     if wire.rank == 0:
-        log.info(_first_line(wire, [tensor for _, tensor in wire.tensors.values()]))
+        wire.board = None if tensorboard is None else Board(tensorboard)
+        log.info(said)
     return wire
 
 
@@ -91,8 +94,13 @@ def detach(model: DistributedDataParallel) -> None:
 
 def attached(model: nn.Module) -> Wire | None:
     """What is attached to a model."""
-    slot = _slots.get(model)
+    slot = _slots.get(_compiled(model))
     return None if slot is None or slot.wire.detached else slot.wire
+
+
+def _compiled(model: Any) -> Any:
+    """What torch.compile wraps, or the model itself."""
+    return getattr(model, "_orig_mod", model)
 
 
 def know(wire: Wire, net: nn.Module) -> None:
@@ -114,8 +122,8 @@ def _first_line(wire: Wire, tensors: list[Tensorlike]) -> str:
         return f"thinwire: auto: {len(tensors)} tensors; measuring during the first steps, in fp32"
     if chosen.name == NOOP:
         return "thinwire: noop: nothing is sent and replicas drift apart; for measuring only"
-    routes = [get_codec(chosen.route(tensor).codec).for_shape(tensor.shape) for tensor in tensors]
-    encoded = sum(codec.name != "fp32" for codec in routes)
-    sent = sum(codec.nbytes(tensor.numel) for codec, tensor in zip(routes, tensors, strict=True))
+    rules = [chosen.route(tensor) for tensor in tensors]
+    encoded = sum(rule.codec != "fp32" for rule in rules)
+    sent = sum(wire_nbytes(rule, tensor.shape) for rule, tensor in zip(rules, tensors, strict=True))
     share = sent / max(1, sum(4 * tensor.numel for tensor in tensors))
     return f"thinwire: {chosen.name}: compressing {encoded} of {len(tensors)} tensors, {share:.1%} of bytes"

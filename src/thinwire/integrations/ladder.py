@@ -46,8 +46,9 @@ class Climber:
         self.seen += 1
         if self.seen < self.ladder.window or not self._sums:
             return False
-        each = [self._squares[name] / self._sums[name].square().sum() for name in self._sums]
-        diversity = float(agree(torch.stack(each).mean().reshape(1).float()))
+        squares = torch.stack(list(self._squares.values()))
+        each = squares / torch.stack([total.square().sum() for total in self._sums.values()])
+        diversity = float(agree(each[squares != 0].mean().reshape(1)))  # not of tensors that rest
         self._sums.clear()
         self._squares.clear()
         self.seen = 0

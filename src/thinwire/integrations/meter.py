@@ -35,6 +35,7 @@ class Meter:
     clock: Clock = field(default_factory=Clock)
     sent_nbytes: int = 0
     fp32_nbytes: int = 0
+    steps: int = 0
     wait_s: float = 0.0  #: that training waited after its backward pass
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     errors: dict[str, float] = field(default_factory=dict)  #: of one round trip, relative, by tensor
@@ -45,6 +46,7 @@ class Meter:
     def begin_step(self) -> None:
         """At the first bucket of a backward pass."""
         now = time.perf_counter()
+        self.steps += 1
         if self.step is not None:
             self.steps_s.append(now - self.step.began)
             self.wait_s += self.waited(self.step)
@@ -109,12 +111,13 @@ class Board:
 
     def write(self, stats: dict[str, Any], step: int) -> None:
         """What changes as training goes on."""
+        steps = max(1, stats["steps"])
         for name in ("ratio", "step_s", "overlap"):
             if stats[name] is not None:
                 self.writer.add_scalar(f"thinwire/{name}", stats[name], step)
-        self.writer.add_scalar("thinwire/sent_MB_per_step", stats["sent_nbytes"] / 1e6 / stats["steps"], step)
+        self.writer.add_scalar("thinwire/sent_MB_per_step", stats["sent_nbytes"] / 1e6 / steps, step)
         for kind, seconds in stats["seconds"].items():
-            self.writer.add_scalar(f"thinwire/seconds_per_step/{kind}", seconds / stats["steps"], step)
+            self.writer.add_scalar(f"thinwire/seconds_per_step/{kind}", seconds / steps, step)
         for name, layer in stats["layers"].items():
             for key in ("snr_db", "true_error", "residual_norm"):
                 if layer[key] is not None:

@@ -9,7 +9,9 @@ averaged gradient is still owed, and it is the same before and after.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +19,17 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.channel import Channel
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, OneBitColumn
 from thinwire.errors import InputError
 from thinwire.schedules.seat import Cut
 
 if TYPE_CHECKING:
     from thinwire.integrations.wire import Wire
 
-VERSION = 2
-KEYS = ("policy", "step", "epoch", "rank", "world", "channels", "debts", "stale", "ladder", "auto")
+VERSION = 3
+STAGES = ("sent", "sent/tail", "reduced", "error")  #: of schedules whose residuals can be moved
+NUMBERED = re.compile(r"tensor\d+")  #: a parameter whose name nobody knew
+KEYS = ("policy", "step", "epoch", "rank", "world", "channels", "routes", "debts", "stale", "ladder", "auto")
 
 
 def save(wire: "Wire") -> dict[str, Any]:
@@ -38,6 +42,7 @@ def save(wire: "Wire") -> dict[str, Any]:
         "rank": wire.rank,
         "world": wire.world,
         "channels": {codec: channel.state_dict() for codec, channel in wire.channels.items()},
+        "routes": {name: list(route) for name, route in wire.routes.items()},
         "debts": dict(wire.debts),
         "stale": {name: gradient.clone() for name, gradient in wire.stale().items()},
         "ladder": wire.climber.state_dict() if wire.climber else {},
@@ -48,23 +53,26 @@ def save(wire: "Wire") -> dict[str, Any]:
 def load(wire: "Wire", state: Mapping[str, Any]) -> None:
     """The way back; nothing is changed if the state does not fit."""
     check(state)
-    if wire.pilot is not None and state["auto"]:
-        wire.pilot.load_state_dict(wire, state["auto"])
-    if state["policy"] != wire.policy.to_toml():
-        raise InputError("the state is of another policy; attach that one, or start without its residuals")
     if state["world"] and (state["world"], state["rank"]) != (wire.world, wire.rank):
         raise InputError(
             f"the state is of rank {state['rank']} of {state['world']}, this is rank {wire.rank} of "
             f"{wire.world}: each rank loads its own, or all load what thinwire.integrations.reshard makes"
         )
+    _check_model(state, wire.shapes)
     channels = {codec: Channel(codec) for codec in state["channels"]}
     for codec, held in state["channels"].items():
         channels[codec].load_state_dict(held)
+    if wire.pilot is not None and state["auto"]:
+        wire.pilot.load_state_dict(wire, state["auto"])
+    measures = wire.pilot is not None and not wire.pilot.settled  # "auto" begins anew, in float32
+    if state["policy"] != wire.policy.to_toml() and not measures:
+        raise InputError("the state is of another policy; attach that one, or start without its residuals")
     debts, stale = ({name: each.clone() for name, each in state[key].items()} for key in ("debts", "stale"))
     if wire.climber is not None and state["ladder"]:
         wire.climber.load_state_dict(state["ladder"])
-    wire.restore(channels, debts, stale)
-    wire.step, wire.epoch = int(state["step"]), int(state["epoch"])
+    routes = {name: (codec, schedule) for name, (codec, schedule) in state["routes"].items()}
+    wire.restore(channels, debts, stale, routes)
+    wire.step, wire.epoch = 0 if measures else int(state["step"]), int(state["epoch"])
 
 
 def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: int) -> Tensor | None:
@@ -72,11 +80,20 @@ def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: 
     owed = channel.owed(name)
     if not owed:
         return None
-    codec = channel.codec
-    assert isinstance(codec, Codec)
-    found = torch.zeros(math.prod(shape), device=next(iter(owed.values())).device)
+    codec, turned = _laid_out(channel, shape)
+    places = {slot: _place(slot, name) for slot in owed}
+    for _, stage in places.values():
+        if stage not in STAGES:
+            raise InputError(
+                f"what {name} owes at '{stage}' stays with its schedule and world; "
+                "use one_shot, two_shot, sparse or low_rank to move residuals"
+            )
+    whole = sum(held.numel() for slot, held in owed.items() if places[slot][1] != "reduced")
+    if whole != math.prod(shape):
+        raise InputError(f"{whole} elements are owed of {name}, whose shape is {shape}")
+    found = torch.zeros(whole, device=next(iter(owed.values())).device)
     for slot, held in owed.items():
-        start, stage = _place(slot, name)
+        start, stage = places[slot]
         before = slot[: len(slot) - len(stage)]
         sent = [owed.get(f"{before}{part}") for part in ("sent", "sent/tail")]
         numels = [0 if each is None else each.numel() for each in sent]
@@ -84,15 +101,18 @@ def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: 
         if stage == "sent/tail":
             start += numels[0]
         elif stage == "reduced":
-            start += Cut(codec.for_shape(shape), sum(numels), world).start(rank)
+            start += Cut(codec, sum(numels), world).start(rank)
             weight = 1.0 if codec.agreement(sum(numels)) else float(world)
-        elif stage not in ("sent", "error"):
-            raise InputError(
-                f"what {name} owes at '{stage}' stays with its schedule and world; "
-                "use one_shot, two_shot, sparse or low_rank to move residuals"
-            )
         found[start : start + held.numel()] += weight * held.reshape(-1)
-    return found.view(shape)
+    return found.view(shape[::-1]).t().contiguous() if turned else found.view(shape)
+
+
+def _laid_out(channel: Channel, shape: tuple[int, ...]) -> tuple[Codec, bool]:
+    """The codec of one tensor, and whether it is sent column by column (see `arguments.flats`)."""
+    assert isinstance(channel.codec, Codec)
+    codec = channel.codec.for_shape(shape)
+    turned = isinstance(codec, OneBitColumn) and codec.strided
+    return (replace(codec, strided=False) if isinstance(codec, OneBitColumn) else codec), turned
 
 
 def _place(slot: str, name: str) -> tuple[int, str]:
@@ -113,9 +133,32 @@ def check(state: Mapping[str, Any]) -> None:
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise InputError(f"the state is damaged: it lacks {', '.join(missing)}")
-    for key in ("channels", "debts", "stale"):
+    for key in ("channels", "routes", "debts", "stale"):
         if not isinstance(state[key], Mapping):
             raise InputError(f"the state is damaged: {key} is {type(state[key]).__name__}, not a dict")
+
+
+def _unknown(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Parameters of a state that are not among these."""
+    names = {_owner(slot) for held in state["channels"].values() for slot in held.get("residuals", ())}
+    return sorted((names | state["debts"].keys() | state["stale"].keys()) - shapes.keys())
+
+
+def _check_model(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """That a state is of this model, as far as its parameters are known by name."""
+    unknown = [name for name in _unknown(state, shapes) if not NUMBERED.fullmatch(name)]
+    if shapes and unknown:
+        raise InputError(f"the state is of another model: this one has no parameter {', '.join(unknown[:4])}")
+    for name, each in [*state["debts"].items(), *state["stale"].items()]:
+        if name in shapes and each.numel() != math.prod(shapes[name]):
+            raise InputError(
+                f"the state is of another model: {name} is {tuple(each.shape)} there and {shapes[name]} here"
+            )
+
+
+def _owner(slot: str) -> str:
+    """The parameter of a slot: weight[1024]/sent/tail -> weight."""
+    return slot.partition("/")[0].partition("[")[0]
 
 
 def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -125,10 +168,14 @@ def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int,
     """
     for state in states:
         check(state)
+        if unknown := _unknown(state, shapes):
+            raise InputError(f"the states owe something of {', '.join(unknown[:4])}; shapes lacks that")
     world = len(states)
-    if sorted(state["rank"] for state in states) != list(range(world)):
+    if not world or sorted(state["rank"] for state in states) != list(range(world)):
         found = ", ".join(str(state["rank"]) for state in states)
-        raise InputError(f"states of ranks {found} are here; needed are those of all ranks, each once")
+        raise InputError(
+            f"states of ranks {found or '(none)'} are here; needed are those of all ranks, each once"
+        )
     if any(state["world"] != world for state in states) or len({_what(state) for state in states}) > 1:
         raise InputError("these states are not of one run: policies, steps or numbers of ranks differ")
     debts: dict[str, Tensor] = {}
@@ -136,7 +183,7 @@ def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int,
         for name, owed in all_debts(state, shapes).items():
             debts[name] = debts[name] + owed / world if name in debts else owed / world
     first = states[0]
-    return {**first, "version": VERSION, "rank": -1, "world": 0, "channels": {}, "debts": debts}
+    return {**first, "version": VERSION, "rank": -1, "world": 0, "channels": {}, "routes": {}, "debts": debts}
 
 
 def all_debts(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -1,30 +1,37 @@
 """What a wire did, as plain numbers."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from thinwire.codecs import Cast
 from thinwire.codecs import get as get_codec
 from thinwire.integrations.meter import snr_db, total
-from thinwire.policy import Tensorlike
+from thinwire.policy import Rule, Tensorlike
+from thinwire.schedules.low_rank import matrix, shrinks
 
 if TYPE_CHECKING:
     from thinwire.integrations.wire import Wire
+
+LOW_RANK = "low_rank"
 
 
 def describe(wire: "Wire") -> dict[str, Any]:
     """One rank's counts.
 
+    `steps` are those that bytes and seconds were counted in, since attaching; `step` is that of the run.
     `seconds` are totals: encode, wire and decode of the thread that communicates, wait of training itself.
     `error` is what one round trip through the codec loses, measured every 100 steps; `true_error` that of
     the reduced gradient against float32, in shadow mode. `auto` is what it weighed and chose.
     """
     meter, climber = wire.meter, wire.climber
-    layers = {tensor.name: _layer(wire, tensor) for _, tensor in list(wire.tensors.values())}
+    layers = {tensor.name: _layer(wire, tensor) for tensor in wire.trained}
     return {
         "policy": wire.policy.name,
         "world": wire.world,
-        "steps": wire.step,
+        "step": wire.step,
+        "steps": meter.steps,
         "sent_nbytes": meter.sent_nbytes,
         "fp32_nbytes": meter.fp32_nbytes,
         "ratio": meter.fp32_nbytes / meter.sent_nbytes if meter.sent_nbytes else 1.0,
@@ -41,19 +48,28 @@ def describe(wire: "Wire") -> dict[str, Any]:
 def _layer(wire: "Wire", tensor: Tensorlike) -> dict[str, Any]:
     level = wire.climber.level if wire.climber else 0
     rule = wire.policy.route(tensor, max(0, wire.step - 1), wire.epoch, level)
-    codec, error = get_codec(rule.codec).for_shape(tensor.shape), wire.meter.errors.get(tensor.name)
-    channel = wire.channels.get(rule.codec)
+    error, channel = wire.meter.errors.get(tensor.name), wire.channels.get(rule.codec)
     return {
         "codec": rule.codec,
         "schedule": wire.schedule(rule, tensor.numel),
         "numel": tensor.numel,
-        "wire_nbytes": codec.nbytes(tensor.numel),
+        "wire_nbytes": wire_nbytes(rule, tensor.shape),
         "error": error,
         "snr_db": snr_db(error),
         "true_error": wire.meter.true_errors.get(tensor.name),
         "residual_norm": total(channel.owed(tensor.name).values()) if channel else None,
         "why": rule.why,
     }
+
+
+def wire_nbytes(rule: Rule, shape: tuple[int, ...]) -> int:
+    """Of one tensor; with PowerSGD, of its two matrices."""
+    codec = get_codec(rule.codec).for_shape(shape)
+    name, _, rank = rule.schedule.partition("/")
+    rows, columns = matrix(shape)
+    if name == LOW_RANK and isinstance(codec, Cast) and shrinks(rows, columns, int(rank or 1)):
+        return (rows + columns) * int(rank or 1) * codec.torch_dtype.itemsize
+    return codec.nbytes(math.prod(shape))
 
 
 def _uncompressed(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,19 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire import collectives
+from thinwire import collectives, schedules
 from thinwire.channel import Channel
 from thinwire.clock import WIRE
 from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.integrations import state as states
 from thinwire.integrations.auto import Bucket, Pilot
+from thinwire.integrations.futures import Future, followed, gathered, ready
 from thinwire.integrations.ladder import Climber
 from thinwire.integrations.meter import Board, Meter, Step, relative_error, round_trip_error
-from thinwire.integrations.stats import describe
+from thinwire.integrations.stats import LOW_RANK, describe
 from thinwire.integrations.summary import print_summary
 from thinwire.policy import NOOP, Policy, Rule, Tensorlike
 from thinwire.rounding import Stream
+from thinwire.runtimes.lines import line
 from thinwire.runtimes.trace import trace
 from thinwire.schedules.choose import choose
 from thinwire.schedules.traits import is_cast
@@ -37,7 +39,6 @@ from thinwire.schedules.traits import is_cast
 log = logging.getLogger(__name__)
 Route = tuple[str, str]  # codec and schedule
 Shapes = tuple[tuple[int, ...], ...]
-Future = torch.futures.Future
 SAMPLE_EVERY = 100  #: steps between measurements of what codecs lose
 BOARD_EVERY = 10  #: steps between lines for TensorBoard
 
@@ -69,9 +70,9 @@ class Wire:
     meter: Meter = field(default_factory=Meter)
     tensors: dict[int, tuple[nn.Parameter, Tensorlike]] = field(default_factory=dict)  #: by identity
     debts: dict[str, Tensor] = field(default_factory=dict)  #: to be added to the next gradient, by name
+    routes: dict[str, Route] = field(default_factory=dict)  #: that tensors took last, by name
     climber: Climber | None = None
     _costs: dict[tuple[Route, Shapes], tuple[int, int]] = field(default_factory=dict)
-    _routes: dict[str, Route] = field(default_factory=dict)  #: of the last step
     _sampled: dict[str, str] = field(default_factory=dict)  #: the codec that an error was measured of
     _stale: dict[str, "tuple[Future[Tensor], Tensor]"] = field(default_factory=dict)
 
@@ -94,6 +95,11 @@ class Wire:
         return dist.get_rank(self.group)
 
     @property
+    def trained(self) -> list[Tensorlike]:
+        """The parameters known that have gradients."""
+        return [tensor for parameter, tensor in list(self.tensors.values()) if parameter.requires_grad]
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters known, by name."""
         return {tensor.name: tensor.shape for _, tensor in self.tensors.values()}
@@ -106,6 +112,10 @@ class Wire:
             self._begin_step()
         self.meter.arrive()
         buffer: Tensor = bucket.buffer()
+        if buffer.layout != torch.strided:
+            raise InputError(
+                "a gradient is sparse; thinwire sends dense ones: use nn.Embedding(sparse=False)"
+            )
         found = [
             self._found(parameter, gradient)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -113,20 +123,21 @@ class Wire:
         if self.pilot is not None:
             self.pilot.see(self, [(each.tensor, each.gradient) for each in found], buffer)
         if self.policy.name == NOOP:
-            return _ready(buffer)
+            return ready(buffer)
         self._repay(found)
         self._sample(found)
         return self._exchanged(found, buffer) if self.double_buffer else self._reduced(found, buffer)
 
     def _begin_step(self) -> None:
-        self.meter.begin_step()
         climber = self.climber
-        if climber is not None and self.step and climber.wants(self.step) and climber.end_look(self.agree):
-            log.info(
-                "thinwire: step %d: the ladder goes to %s", self.step, climber.ladder.levels[climber.level]
-            )
+        if climber is not None and self.step and climber.wants(self.step):
+            self.stale()  # all that was sent must have been looked at, on all ranks
+            if climber.end_look(self.agree):
+                level = climber.ladder.levels[climber.level]
+                log.info("thinwire: step %d: the ladder goes to %s", self.step, level)
         if self.board is not None and self.step and self.step % BOARD_EVERY == 0:
             self.board.write(self.stats(), self.step)
+        self.meter.begin_step()
         self.step += 1
         if self.pilot is not None:
             self.pilot.begin_step(self)
@@ -157,7 +168,7 @@ class Wire:
         """Where a tensor takes another route than before, what it owes there is added to its gradient."""
         for each in found:
             name, route = each.tensor.name, (each.rule.codec, each.schedule)
-            before = self._routes.get(name)
+            before = self.routes.get(name)
             if before is not None and before != route and before[0] in self.channels:
                 channel = self.channels[before[0]]
                 owed = states.debt(channel, name, each.tensor.shape, self.rank, self.world)
@@ -165,7 +176,7 @@ class Wire:
                     channel.forget(slot)
                 if owed is not None:
                     each.gradient.add_(owed.view_as(each.gradient))
-            self._routes[name] = route
+            self.routes[name] = route
             if name in self.debts:
                 each.gradient.add_(self.debts.pop(name).to(each.gradient.device).view_as(each.gradient))
 
@@ -185,9 +196,7 @@ class Wire:
             futures.append(work.get_future())
         climber = self.climber if self.climber and self.climber.wants(self.step) else None
 
-        def finish(done: "Future[Any]") -> Tensor:
-            for future in done.value():
-                future.value()  # raises what went wrong
+        def finish() -> Tensor:
             if not self.double_buffer:
                 self.meter.done(step)
             if truth is not None:
@@ -196,7 +205,7 @@ class Wire:
                 _look(climber, found)
             return buffer
 
-        return torch.futures.collect_all(futures).then(finish)
+        return gathered(futures, finish, buffer.device)
 
     def _is_plain(self, found: Sequence[Sent]) -> bool:
         return all(each.rule.codec == "fp32" and each.schedule == "native" for each in found)
@@ -204,33 +213,33 @@ class Wire:
     def _send_plain(self, found: Sequence[Sent], buffer: Tensor) -> "Future[Any]":
         """What DDP itself does, bit for bit."""
         began, step = time.perf_counter(), self.meter.step
-        self._count(("fp32", "native"), tuple(tuple(each.gradient.shape) for each in found))
+        shapes = tuple(tuple(each.gradient.shape) for each in found)
+        self._count(("fp32", "native"), shapes, buffer, plain=True)
         buffer.div_(self.world)
         future = dist.all_reduce(buffer, group=self.group, async_op=True).get_future()
-        return future.then(lambda done: self._clock_plain(done, began, step))
+        return followed(future, lambda: self._clock_plain(began, step), buffer)
 
-    def _clock_plain(self, done: "Future[Any]", began: float, step: Step | None) -> Any:
+    def _clock_plain(self, began: float, step: Step | None) -> None:
         assert step is not None
         self.meter.clock.stop(WIRE, max(began, step.done_at))
-        return done.value()
 
     def _send(self, route: Route, found: Sequence[Sent], buffer: Tensor) -> "Future[Any]":
         codec, schedule = route
         channel = self.channels.setdefault(codec, Channel(codec, clock=self.meter.clock))
         gradients, names = [each.gradient for each in found], [each.tensor.name for each in found]
-        if (
-            is_cast(get_codec(codec))
-            and schedule == "native"
-            and sum(map(Tensor.numel, gradients)) == buffer.numel()
-        ):
-            gradients, names = [buffer], names[:1]  # a network that adds does not care where tensors end
+        sent = gradients
+        if len(found) > 1 and _is_elementwise(codec, schedule):  # no need to know where tensors end
+            whole = sum(map(Tensor.numel, gradients)) == buffer.numel()
+            sent = [buffer if whole else torch.cat([each.reshape(-1) for each in gradients])]
         rng = Stream(self.seed, step=self.step)
         work = collectives.all_reduce(
-            gradients, channel, "avg", self.group, schedule, async_op=True, name=names, rng=rng
+            sent, channel, "avg", self.group, schedule, async_op=True, name=names[: len(sent)], rng=rng
         )
         assert work is not None
-        self._count(route, tuple(tuple(x.shape) for x in gradients))
-        return work.get_future()
+        self._count(route, tuple(tuple(x.shape) for x in sent), buffer)
+        if sent is gradients or sent[0] is buffer:
+            return work.get_future()
+        return followed(work.get_future(), lambda: _put_back(sent[0], gradients), buffer)
 
     def probe(self, policy: Policy, buckets: Sequence[Bucket]) -> int:
         """Send copies of buckets as a policy says, and wait; the bytes sent. Nothing is remembered."""
@@ -246,13 +255,16 @@ class Wire:
             future.wait()
         return other.meter.sent_nbytes
 
-    def _count(self, route: Route, shapes: Shapes) -> None:
+    def _count(self, route: Route, shapes: Shapes, buffer: Tensor, *, plain: bool = False) -> None:
+        """Bytes of a call; in a plain one the network adds the buffer as it is, of whatever dtype."""
         if (route, shapes) not in self._costs:
             numels = [math.prod(shape) for shape in shapes]
-            ours = trace(numels, route[0], self.world, route[1], shapes=shapes).sent_nbytes
-            self._costs[route, shapes] = ours, trace(sum(numels), "fp32", self.world, "native").sent_nbytes
-        ours, theirs = self._costs[route, shapes]
-        self.meter.sent_nbytes += ours
+            inside = schedules.get(route[1]).inside or line(self.group, buffer.device).inside()
+            ours = trace(numels, route[0], self.world, route[1], rank=self.rank, inside=inside, shapes=shapes)
+            fp32 = trace(sum(numels), "fp32", self.world, "native")
+            self._costs[route, shapes] = ours.sent_nbytes, fp32.sent_nbytes
+        sent, theirs = self._costs[route, shapes]
+        self.meter.sent_nbytes += sent * buffer.element_size() // 4 if plain else sent
         self.meter.fp32_nbytes += theirs
 
     def _exchanged(self, found: Sequence[Sent], buffer: Tensor) -> "Future[Tensor]":
@@ -274,21 +286,23 @@ class Wire:
                 each.gradient.copy_(before[1])
             self._stale[each.tensor.name] = future, sent.gradient
         self.meter.wait_s += time.perf_counter() - began
-        return _ready(buffer)
+        return ready(buffer)
 
     # What it did
 
     def _sample(self, found: Sequence[Sent]) -> None:
         for each in found:
             name, spec = each.tensor.name, each.rule.codec
-            if spec == "fp32" or (self.step % SAMPLE_EVERY and self._sampled.get(name) == spec):
+            if spec == "fp32" or each.schedule.startswith(LOW_RANK):  # whose error only a shadow can tell
+                self.meter.errors.pop(name, None)
+                self._sampled.pop(name, None)
                 continue
-            codec, rng = (
-                get_codec(spec).for_shape(each.tensor.shape),
-                Stream(self.seed, step=self.step, tensor=name),
-            )
-            self.meter.errors[name] = round_trip_error(codec, each.gradient, rng)
-            self._sampled[name] = spec
+            if self.step % SAMPLE_EVERY and self._sampled.get(name) == spec:
+                continue
+            codec, rng = get_codec(spec), Stream(self.seed, step=self.step, tensor=name)
+            error = round_trip_error(codec.for_shape(each.tensor.shape), each.gradient, rng)
+            if math.isfinite(error):  # else the next step is measured
+                self.meter.errors[name], self._sampled[name] = error, spec
 
     def _compare(self, found: Sequence[Sent], buffer: Tensor, truth: Tensor) -> None:
         for each in found:
@@ -337,13 +351,17 @@ class Wire:
         return {name: gradient for name, (_, gradient) in self._stale.items()}
 
     def restore(
-        self, channels: dict[str, Channel], debts: dict[str, Tensor], stale: dict[str, Tensor]
+        self,
+        channels: dict[str, Channel],
+        debts: dict[str, Tensor],
+        stale: dict[str, Tensor],
+        routes: dict[str, Route],
     ) -> None:
         """Take over what another run left."""
         for channel in channels.values():
             channel.clock = self.meter.clock
-        self.channels, self.debts, self._routes = channels, debts, {}
-        self._stale = {name: (_ready(held), held) for name, held in stale.items()}
+        self.channels, self.debts, self.routes = channels, debts, routes
+        self._stale = {name: (ready(held), held) for name, held in stale.items()}
 
 
 def _look(climber: Climber, found: Sequence[Sent]) -> None:
@@ -352,14 +370,21 @@ def _look(climber: Climber, found: Sequence[Sent]) -> None:
             climber.see(each.tensor.name, each.gradient)
 
 
+def _is_elementwise(codec: str, schedule: str) -> bool:
+    """Whether every element is added up by itself, so that tensors may travel as one."""
+    found = get_codec(codec)
+    return is_cast(found) and not found.feedback and schedule in ("native", "one_shot", "two_shot")
+
+
+def _put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
+    if flat.is_cuda:  # its memory is not reused before this stream has read it
+        flat.record_stream(torch.cuda.current_stream(flat.device))
+    for part, gradient in zip(flat.split([each.numel() for each in gradients]), gradients, strict=True):
+        gradient.copy_(part.view(gradient.shape))
+
+
 def _by_route(found: Sequence[Sent]) -> dict[Route, list[Sent]]:
     by_route: dict[Route, list[Sent]] = {}
     for each in found:
         by_route.setdefault((each.rule.codec, each.schedule), []).append(each)
     return by_route
-
-
-def _ready(buffer: Tensor) -> "Future[Tensor]":
-    future: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type == "cuda" else [])
-    future.set_result(buffer)
-    return future

@@ -1,0 +1,59 @@
+"""Futures of several calls as one, right on GPUs too.
+
+torch's `collect_all` keeps no streams: whoever waits for it may read what a GPU has yet to write. Here the
+last call to end waits, on its own stream, for what all others have put on theirs.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Future = torch.futures.Future
+
+
+def gathered(
+    futures: "Sequence[Future[Any]]", finish: Callable[[], Tensor], device: torch.device
+) -> "Future[Tensor]":
+    """A future of what `finish` returns, which is called once all are done."""
+    whole: Future[Tensor] = Future(devices=_devices(device))
+    left, door = [len(futures)], threading.Lock()
+
+    def count(_: "Future[Any]") -> None:
+        with door:
+            left[0] -= 1
+            if left[0]:
+                return
+        try:
+            for future in futures:
+                future.wait()  # raises what went wrong; on a GPU the current stream waits
+            whole.set_result(finish())
+        except Exception as error:  # noqa: BLE001
+            whole.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(count)
+    return whole
+
+
+def followed(future: "Future[Any]", then: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
+    """The same future, done once `then` has run. Its value is a tensor: without one no stream is waited for."""
+
+    def finish() -> Tensor:
+        then()
+        return tensor
+
+    return gathered([future], finish, tensor.device)
+
+
+def ready(buffer: Tensor) -> "Future[Tensor]":
+    """A future that is done."""
+    future: Future[Tensor] = Future(devices=_devices(buffer.device))
+    future.set_result(buffer)
+    return future
+
+
+def _devices(device: torch.device) -> list[int | str | torch.device]:
+    return [device] if device.type == "cuda" else []
