@@ -194,7 +194,7 @@ class Policy:
 
     def to_toml(self) -> str:
         """The policy as a file that `load` reads."""
-        lines = [f'name = "{self.name}"']
+        lines = [f"name = {_spelt(self.name)}"]
         for title, part in [("[[rule]]", rule) for rule in self.rules] + [("[ladder]", self.ladder)]:
             lines += ["", title] if part is not None else []
             for each in fields(part) if part is not None else ():
@@ -256,11 +256,12 @@ def describe(model: nn.Module) -> list[Tensorlike]:
         for module in model.modules()
         for parameter in module._parameters.values()
     }
+    prefix = "module." if isinstance(model, nn.parallel.DistributedDataParallel) else ""
     for name, parameter in model.named_parameters():
         role = roles.get(id(parameter), "weight")
         if role == "weight" and name.endswith("bias") and parameter.dim() <= 1:
             role = "bias"
-        plain = name.removeprefix("module.").replace("_orig_mod.", "")  # what DDP and torch.compile add
+        plain = name.removeprefix(prefix).replace("_orig_mod.", "")  # torch.compile adds that
         found.append(Tensorlike(plain, role, tuple(parameter.shape)))
     return found
 

@@ -31,7 +31,7 @@ def gathered(
                 future.wait()  # raises what went wrong; on a GPU the current stream waits
             whole.set_result(finish())
         except Exception as error:  # noqa: BLE001
-            whole.set_exception(error)
+            whole.set_exception(error)  # type: ignore[arg-type]
 
     for future in futures:
         future.add_done_callback(count)
@@ -39,7 +39,7 @@ def gathered(
 
 
 def followed(future: "Future[Any]", then: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
-    """The same future, done once `then` has run. Its value is a tensor: without one no stream is waited for."""
+    """The same future, done once `then` has run. Its value is a tensor, or no stream would be waited for."""
 
     def finish() -> Tensor:
         then()

@@ -1,0 +1,325 @@
+"""`thinwire.attach` over time: what is owed is paid, ladders, epochs, other worlds, `auto`, one rank."""
+
+import tomllib
+
+import torch
+import torch.distributed as dist
+from attach_tools import LR, alike, bag, equal, everyone, feed, go, mean, saved, wanted
+from ddp_program import model, train
+from start_program import digest, raises
+
+import thinwire
+from thinwire import policy
+from thinwire.errors import InputError
+from thinwire.integrations import reshard
+from thinwire.integrations import state as states
+from thinwire.policy import LADDER, Ladder, Policy, Rule
+
+SHAPES = [(130, 100), (50,), (111, 300)]
+SMALL = (Rule("fp32", "two_shot", max_ndim=1),)
+
+
+def debts(wire, shapes):
+    """What this rank owes of w0, w1, ..., whatever it is called."""
+    found = []
+    for number, shape in enumerate(shapes):
+        name, total = f"w{number}", torch.zeros(shape, dtype=torch.float64)
+        for channel in wire.channels.values():
+            owed = states.debt(channel, name, shape, wire.rank, wire.world)
+            total += 0 if owed is None else owed.double()
+        total += wire.debts[name].double() if name in wire.debts else 0
+        found.append(total)
+    return found
+
+
+class Books:
+    """What went in and what came out, added up in float64."""
+
+    def __init__(self, shapes, group=None):
+        self.shapes, self.group = shapes, group
+        self.went = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+        self.came = [each.clone() for each in self.went]
+
+    def step(self, net, rank, step):
+        gradients = wanted(self.shapes, rank, step)
+        for i, found in enumerate(feed(net, gradients)):
+            self.went[i] += gradients[i].double()
+            self.came[i] += found.double()
+
+    def check(self, wire, what, owes=True):
+        """The mean of what all ranks put in, less what all got, is the mean of what they owe."""
+        for i, owed in enumerate(debts(wire, self.shapes)):
+            sums = []
+            for each in (self.went[i], owed):
+                dist.all_reduce(each := each.clone(), group=self.group)
+                sums.append(each / wire.world)
+            size = self.went[i].abs().max().item() + sums[0].abs().max().item() + 1
+            lost = (sums[0] - self.came[i] - sums[1]).abs().max().item()
+            assert lost < 4e-6 * size, f"{what}, w{i}: {lost:.3g} of {size:.3g} was lost"
+            assert not owes or i == 1 or sums[1].abs().max() > 1e-3 * size, f"{what}, w{i} owes nothing"
+
+
+def conserved(rank, world):
+    """Over many steps everything arrives, or is owed."""
+    cases = [(f"{codec} {schedule}", Policy("p", (*SMALL, Rule(codec, schedule))))
+             for codec in ("onebit/512+ef", "int4/128+ef", "onebit/column+ef")
+             for schedule in ("one_shot", "two_shot")]  # fmt: skip
+    cases += [(name, policy.get(name)) for name in ("mstopk", "dct-topk", "powersgd", "topk/0.01+ef")]
+    cases += [("aps", Policy("p", (*SMALL, Rule("aps/e4m3+ef", "two_shot"))))]
+    for what, rules in cases:
+        net, books = bag(SHAPES), Books(SHAPES)
+        wire = thinwire.attach(net, rules)
+        for step in range(20):
+            books.step(net, rank, step)
+        books.check(wire, what)
+    shapes = [(2300, 1000), (7,), (30, 20)]  # several pieces, the last one shorter
+    net, books = bag(shapes), Books(shapes)
+    wire = thinwire.attach(net, Policy("p", (*SMALL, Rule("onebit/512+ef", "two_shot"))))
+    for step in range(3):
+        books.step(net, rank, step)
+    assert any("[1048576]" in slot for slot in wire.channels["onebit/512+ef"].residuals)
+    books.check(wire, "pieces")
+    del world
+    return net
+
+
+def switched(rank, world):
+    """What a tensor owes goes with it, to another codec and another schedule, also over a restart."""
+    del world
+    ways = [("onebit/512+ef", "one_shot"), ("int4/128+ef", "two_shot"), ("onebit/column+ef", "two_shot"),
+            ("onebit/column+ef", "one_shot"), ("mstopk/0.01+ef", "sparse"), ("fp32+ef", "low_rank/2"),
+            ("aps/e4m3+ef", "two_shot"), ("fp32", "two_shot")]  # fmt: skip
+    for one, other in zip(ways, [*ways[1:], ways[0]], strict=True):
+        rules = Policy("p", (*SMALL, Rule(*one, last_step=2), Rule(*other)))
+        what = f"{one} to {other}"
+        whole, first, second = bag(SHAPES), bag(SHAPES), bag(SHAPES)
+        wires = [thinwire.attach(net, rules) for net in (whole, first, second)]
+        books, later = Books(SHAPES), Books(SHAPES)
+        for step in range(5):
+            books.step(whole, rank, step)
+        books.check(wires[0], what, owes=other[0] != "fp32")
+        for step in range(3):  # saved just before the change
+            later.step(first, rank, step)
+        wires[2].load_state_dict(saved(wires[1].state_dict()))
+        for step in range(3, 5):
+            later.step(second, rank, step)
+        later.check(wires[2], f"{what}, resumed", owes=other[0] != "fp32")
+        if "low_rank" not in what:
+            equal(books.came, later.came, what)
+    return None
+
+
+def fast(*levels, **options):
+    """A ladder that is climbed within a few steps."""
+    given = {"every": 1, "window": 2, "patience": 1, "spread": 1e-6, **options}
+    return Policy("fast", (*SMALL, Rule(LADDER)), Ladder(levels, **given))
+
+
+def steered(rank, step):
+    """Two gradients that have little in common, then two that are alike: diversity falls."""
+    return wanted(SHAPES, rank, step if step // 2 % 2 == 0 else step // 2 * 2)
+
+
+def climb(net, wire, rank, first, last, books=None):
+    levels = []
+    for step in range(first, last):
+        gradients = steered(rank, step)
+        found = feed(net, gradients)
+        for i, each in enumerate(found):
+            if books is not None:
+                books.went[i] += gradients[i].double()
+                books.came[i] += each.double()
+            params = list(net.parameters())
+            params[i].data.sub_(each, alpha=LR)
+        levels.append(wire.stats()["level"])
+    return levels
+
+
+def ladder(rank, world):
+    """All ranks climb at the same step, nothing is lost, runs resume; with `calm` they come back."""
+    del world
+    rules = fast("int4/128+ef", "int8/256+ef", "fp32")
+    assert policy.parse(tomllib.loads(rules.to_toml())) == rules
+    for double in (False, True):
+        net, books = bag(SHAPES), Books(SHAPES)
+        wire = thinwire.attach(net, rules, double_buffer=double)
+        levels = alike(climb(net, wire, rank, 0, 12, books))
+        assert levels[:5] == ["int4/128+ef"] * 4 + ["int8/256+ef"], levels
+        assert levels[-1] == "fp32", levels
+        if not double:
+            books.check(wire, "ladder", owes=False)
+        for stop in (3, 4, 8):  # in the middle of a window; just before it climbs
+            one, two = bag(SHAPES), bag(SHAPES)
+            before = thinwire.attach(one, rules, double_buffer=double)
+            climb(one, before, rank, 0, stop)
+            two.load_state_dict(one.state_dict())
+            after = thinwire.attach(two, rules, double_buffer=double)
+            after.load_state_dict(saved(before.state_dict()))
+            assert climb(two, after, rank, stop, 12) == levels[stop:], f"resumed at {stop}"
+            for parameter, other in zip(two.parameters(), net.parameters(), strict=True):
+                torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-5)  # fp32 sums: buckets
+    back = bag(SHAPES)
+    wire = thinwire.attach(back, fast("int4/128+ef", "int8/256", calm=1))
+    levels = alike(climb(back, wire, rank, 0, 9))
+    assert levels == ["int4/128+ef"] * 4 + ["int8/256"] * 2 + ["int4/128+ef"] * 3, levels
+    idle = bag([(130, 100), (40, 40)])
+    wire = thinwire.attach(idle, fast("int4/128+ef", "int8/256"))
+    for step in range(6):  # one tensor has no gradients at all
+        feed(idle, [steered(rank, step)[0], torch.zeros(40, 40)])
+    assert wire.stats()["level"] == "int8/256"
+    return back
+
+
+def epochs(rank, world):
+    """Rules may name epochs."""
+    del world
+    rules = Policy("epochs", (*SMALL, Rule("onebit/512+ef", last_epoch=0), Rule("int8/256+ef", last_epoch=1),
+                              Rule("fp32", "two_shot")))  # fmt: skip
+    net, books = bag(SHAPES), Books(SHAPES)
+    wire = thinwire.attach(net, rules)
+    for epoch, codec in enumerate(("onebit/512+ef", "int8/256+ef", "fp32", "fp32")):
+        wire.set_epoch(epoch)
+        for step in range(2):
+            books.step(net, rank, 2 * epoch + step)
+        assert wire.stats()["layers"]["w0"]["codec"] == codec
+        again = thinwire.attach(bag(SHAPES), rules)
+        again.load_state_dict(saved(wire.state_dict()))
+        assert again.epoch == epoch
+    books.check(wire, "epochs", owes=False)
+    return net
+
+
+def resharded(rank, world):
+    """The states of all ranks, made one, on fewer ranks and on more: what is owed stays."""
+    half = world // 2
+    group = dist.new_group(list(range(half)))
+    for name in ("onebit", "int4", "mstopk", "powersgd", "onebit/column+ef"):
+        wide = bag(SHAPES)
+        wire = thinwire.attach(wide, name)
+        books = Books(SHAPES)
+        for step in range(3):
+            books.step(wide, rank, step)
+        found = everyone(saved(wire.state_dict()))
+        owed = everyone(debts(wire, SHAPES))
+        one = saved(reshard(found, wire.shapes))
+        for i, key in enumerate(("w0", "w1", "w2")):
+            whole = mean([each[i] for each in owed])
+            there = one["debts"].get(key, torch.zeros(SHAPES[i])).double()
+            torch.testing.assert_close(there, whole, rtol=1e-5, atol=1e-5)
+        if rank < half:
+            narrow = bag(SHAPES, process_group=group)
+            other = thinwire.attach(narrow, name)
+            other.load_state_dict(one)
+            assert other.step == 3
+            less = Books(SHAPES, group)
+            less.came = [-each for each in map(mean, zip(*owed, strict=True))]
+            for step in range(3, 6):
+                less.step(narrow, rank, step)
+            less.check(other, f"{name}: fewer", owes=half > 1)
+            kept, shares = everyone(saved(other.state_dict()), group), everyone(debts(other, SHAPES), group)
+        else:
+            kept = shares = None
+        kept, shares = everyone(kept)[0], everyone(shares)[0]
+        again = bag(SHAPES)
+        wire = thinwire.attach(again, name)
+        wire.load_state_dict(reshard(kept, wire.shapes))
+        books = Books(SHAPES)
+        books.came = [-each for each in map(mean, zip(*shares, strict=True))]
+        for step in range(6, 9):
+            books.step(again, rank, step)
+        books.check(wire, f"{name}: more")
+        alike(digest([parameter.grad for parameter in again.parameters()]))
+    wrong_states(found, wire)
+    return again
+
+
+def wrong_states(found, wire):
+    """What reshard and load_state_dict say of states that do not fit."""
+    shapes = wire.shapes
+    raises(InputError, "all ranks, each once", reshard, found[1:], shapes)
+    raises(InputError, "all ranks, each once", reshard, [found[0]] * len(found), shapes)
+    raises(InputError, "needed", reshard, [], shapes)
+    mixed = [*found[:-1], {**found[-1], "step": 99}]
+    raises(InputError, "not of one run", reshard, mixed, shapes)
+    raises(InputError, "lacks debts", reshard, [{k: v for k, v in each.items() if k != "debts"}
+                                                for each in found], shapes)  # fmt: skip
+    raises(InputError, "w2", reshard, found, {key: each for key, each in shapes.items() if key != "w2"})
+    raises(InputError, "w2", reshard, found, {**shapes, "w2": (3, 3)})
+    before = digest(each for each in wire.state_dict()["debts"].values())
+    other = found[(wire.rank + 1) % wire.world]
+    raises(InputError, "each rank loads its own", wire.load_state_dict, other)
+    strange = saved(found[wire.rank])
+    strange["channels"] = {
+        codec: {**held, "residuals": {f"x{slot}": each for slot, each in held["residuals"].items()},
+                "shapes": {f"x{slot}": each for slot, each in held["shapes"].items()}}
+        for codec, held in strange["channels"].items()
+    }  # fmt: skip
+    raises(InputError, "xw", wire.load_state_dict, strange)
+    sized = saved(reshard(found, shapes))
+    sized["debts"]["w0"] = torch.zeros(3)
+    raises(InputError, "w0", wire.load_state_dict, sized)
+    assert digest(each for each in wire.state_dict()["debts"].values()) == before
+
+
+def auto(rank, world):
+    """It settles on every rank alike, says why, and a resumed run does not measure again."""
+    shapes = [(300, 100), (50,), (200, 200)]
+    net = bag(shapes, decay=0.1)
+    wire = thinwire.attach(net, "auto")
+    steps = 0
+    while not wire.stats()["auto"]["settled"] and steps < 60:
+        go(net, shapes, rank, 1, steps)
+        steps += 1
+    found = wire.stats()["auto"]
+    assert found["settled"], found
+    alike((found["chosen"], steps, digest(net.parameters())))
+    for key in ("fp32_step_s", "predicted_step_s", "measured_step_s", "budget", "candidates", "tried"):
+        assert found[key], (key, found)
+    assert found["chosen"] in [each["codec"] for each in found["candidates"]]
+    assert wire.policy == policy.get(found["chosen"])
+    other = bag(shapes, decay=0.1)
+    other.load_state_dict(net.state_dict())
+    again = thinwire.attach(other, "auto")
+    again.load_state_dict(saved(wire.state_dict()))
+    assert again.stats()["auto"]["settled"]
+    assert again.policy == wire.policy
+    go(net, shapes, rank, 3, steps)
+    go(other, shapes, rank, 3, steps)
+    for one, two in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    for stop in (3, 8):  # in the middle of measuring: it begins again, or goes on
+        early = bag(shapes)
+        begun = thinwire.attach(early, "auto")
+        go(early, shapes, rank, stop)
+        later = bag(shapes)
+        resumed = thinwire.attach(later, "auto")
+        resumed.load_state_dict(saved(begun.state_dict()))
+        go(later, shapes, rank, 50, stop)
+        assert resumed.stats()["auto"]["settled"], (stop, resumed.stats()["auto"])
+        alike(digest(later.parameters()))
+    del world
+    return net
+
+
+def one_rank(rank, world):
+    """A world of one: nothing is sent, nothing is changed."""
+    groups = [dist.new_group([each]) for each in range(world)]
+    shapes = [(120, 100), (20,)]
+    for name in (*policy.RECIPES, "auto", "noop", "topk/0.01+ef"):
+        net = bag(shapes, process_group=groups[rank])
+        wire = thinwire.attach(net, name, shadow=2)
+        for step in range(8 if name == "auto" else 2):
+            gradients = wanted(shapes, rank, step)
+            equal(feed(net, gradients), gradients, name)
+        found = wire.stats()
+        assert (found["world"], found["sent_nbytes"], found["ratio"]) == (1, 0, 1.0)
+        again = thinwire.attach(bag(shapes, process_group=groups[rank]), name)
+        again.load_state_dict(saved(wire.state_dict()))
+    assert wire.rank == 0
+    net = model(process_group=groups[rank])
+    thinwire.attach(net, "int8", double_buffer=True)
+    train(net, rank, 3)
+    return None
+
+
+CHECKS = (conserved, switched, ladder, epochs, resharded, auto, one_rank)

@@ -1,0 +1,17 @@
+"""Everything that users may do with `thinwire.attach`, in real processes; replicas are compared by digest."""
+
+import pytest
+
+WALL_S = 300  # half a minute, unless kernels must be compiled first or other programs take the cores
+pytestmark = pytest.mark.timeout(WALL_S + 30)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_check_holds_on_every_rank(world, said):
+    lines, _ = said("attach_program.py", world, wall_s=WALL_S)
+    reports = [each for each in lines if "check" in each]
+    assert {(each["check"], each["rank"]): each["wrong"] for each in reports if each["wrong"]} == {}
+    for name in lines[0]["checks"]:
+        found = [each for each in reports if each["check"] == name]
+        assert len(found) == world
+        assert len({each["digest"] for each in found}) == 1, f"{name}: replicas differ"
