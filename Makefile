@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   a tour of the codecs: wires, tables and a picture (two minutes the first time)"
+	@echo "make demo   training over a slow link, codec by codec: a table and demo.html (six minutes the first time)"
 	@echo "make test   every test (eight minutes on two cores)"
 	@echo "make check  lint, format, types, layers"
 	@echo "make bench  speed of formats, codecs and collectives beside others (twenty minutes; links need root)"
@@ -40,7 +40,7 @@ help:
 	@touch $@
 
 demo: .venv/.demo
-	@$(BIN)/thinwire codecs tour --plot codecs.png
+	@$(BIN)/thinwire demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -61,4 +61,4 @@ docs: .venv/.dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png codecs.png
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png codecs.png demo.html thinwire.sqlite

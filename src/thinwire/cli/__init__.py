@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire import __version__
-from thinwire.cli import bench, codecs, formats, lab, schedules
+from thinwire.cli import bench, codecs, data, demo, formats, lab, launch, report, schedules, study, watch
 from thinwire.cli.output import Json, print_json, print_table
 from thinwire.errors import ThinwireError
 
@@ -18,8 +18,14 @@ app.add_typer(codecs.app, name="codecs")
 app.command("bytes")(codecs.print_bytes)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
+app.add_typer(data.app, name="data")
 app.command("schedules")(schedules.list_schedules)
 app.command("explain")(schedules.print_explanation)
+app.command("launch", context_settings=launch.SETTINGS, add_help_option=False)(launch.launch)
+app.command("watch")(watch.watch)
+app.command("report")(report.make_report)
+app.command("demo")(demo.run_demo)
+app.add_typer(study.app, name="study")
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def data_fetch(
     failed: list[str] = []
     for name in wanted:
         try:
-            with _bar(name) as progress:
+            with fetch_bar(name) as progress:
                 path = data.fetch(name, progress, folder=folder)
         except DataError as error:
             failed.append(str(error))
@@ -124,7 +124,7 @@ def data_fetch(
 
 
 @contextmanager
-def _bar(name: str) -> "Iterator[Progress]":
+def fetch_bar(name: str) -> "Iterator[Progress]":
     """A progress bar on a terminal, nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn

@@ -1,0 +1,131 @@
+"""Trials while they run: two bars on a terminal, a line for each trial elsewhere."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+
+if TYPE_CHECKING:
+    from thinwire.study import Record, Trial
+    from thinwire.study.run import Progress
+
+INTERRUPTED = 130
+StorePath = Annotated[Path, typer.Option("--store", help="The file that keeps what is done.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Train anew what is kept already.")]
+STORE = Path("thinwire.sqlite")
+
+
+def train(
+    trials: "Sequence[Trial]", store: Path, shares: Mapping[str, float] | None = None, *, fresh: bool = False
+) -> "list[Record]":
+    """The records of trials; those that the store does not hold are run, and shown while they run.
+
+    shares: seconds of a codec beside those of float32, for a first guess of how long all will take.
+    """
+    from thinwire.study.run import run
+    from thinwire.study.store import Store
+
+    with Store(store) as opened:
+        if fresh:
+            opened.forget(trials)
+        kept = [record for record in map(opened.get, trials) if record is not None]
+        with Bars(trials, kept, shares or {}) as bars:
+            try:
+                return run(trials, opened, bars.show)
+            except KeyboardInterrupt:
+                typer.echo(f"stopped; what is done is kept in {store}: the same command goes on", err=True)
+                raise typer.Exit(INTERRUPTED) from None
+
+
+class Bars:
+    """How far all trials are, and the current one."""
+
+    def __init__(
+        self, trials: "Sequence[Trial]", kept: "Sequence[Record]", shares: Mapping[str, float]
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Display
+
+        self.shares, self.count = shares, len(trials)
+        self.began: float | None = None  # the current run: when the one before was done
+        self.now: Progress | None = None  # the first that was heard of the current run, and when
+        self.since = 0.0
+        self.took: dict[str, list[float]] = {}
+        for record in kept:
+            self._time(record, record.points[-1].seconds)
+        done = {record.trial for record in kept}
+        self.left = [trial for trial in trials if trial not in done]
+        self.console = Console(stderr=True, highlight=False)
+        self.bars = Display(
+            TextColumn("{task.description:24}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f} of {task.total:.0f}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[said]}"),
+            console=self.console,
+            disable=not self.console.is_terminal or not self.left,
+        )
+
+    def __enter__(self) -> Self:
+        kept = self.count - len(self.left)
+        if kept:
+            self.console.print(f"{kept} of {self.count} runs are kept from before")
+        self.bars.start()
+        self.all = self.bars.add_task("all runs", total=self.count, completed=kept, said="starting the ranks")
+        self.one = self.bars.add_task("", total=1, said="", visible=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def show(self, progress: "Progress") -> None:
+        """What `run` is to call."""
+        trial, record = progress.trial, progress.record
+        if self.now is None or self.now.trial != trial:
+            self.now, self.since = progress, time.monotonic()
+            self.bars.reset(self.one, total=trial.steps)
+        if record is not None:
+            self._time(record, time.monotonic() - self.began if self.began else record.points[-1].seconds)
+            self.began = time.monotonic()
+            self.left.remove(trial)
+        rest = self._rest(progress)
+        accuracy = "" if progress.accuracy is None else f", accuracy {100 * progress.accuracy:.1f} %"
+        self.bars.update(self.all, completed=self.count - len(self.left), said=rest)
+        self.bars.update(
+            self.one,
+            description=f"{trial.codec}, seed {trial.seed}",
+            completed=progress.step,
+            visible=bool(self.left),
+            said=f"loss {progress.loss:.3f}{accuracy}",
+        )
+        if record is not None and not self.console.is_terminal:
+            line = f"{self.count - len(self.left):>3} of {self.count}: {_line(record)}  {rest}"
+            self.console.print(line, soft_wrap=True)
+
+    def _time(self, record: "Record", seconds: float) -> None:
+        self.took.setdefault(record.trial.codec, []).append(seconds)
+
+    def _rest(self, progress: "Progress") -> str:
+        """How long it will still take, judged by the runs that are done, or by the steps of the first."""
+        from thinwire.study.run import seconds_left
+
+        took, codec, steps = self.took, progress.trial.codec, progress.trial.steps
+        if not took and self.now and progress.step > self.now.step:
+            step_s = (time.monotonic() - self.since) / (progress.step - self.now.step)
+            took = {codec: [steps * step_s]}
+        left = seconds_left(self.left, took, self.shares)
+        if left is None or not self.left:
+            return ""
+        if progress.record is None:
+            left -= (seconds_left([progress.trial], took, self.shares) or 0.0) * progress.step / steps
+        return f"about {int(left) // 60}:{int(left) % 60:02} left"
+
+
+def _line(record: "Record") -> str:
+    return (
+        f"{record.trial.codec:12} seed {record.trial.seed}  accuracy {100 * record.accuracy:5.1f} %  "
+        f"{1e3 * record.step_s:6.1f} ms and {record.sent_nbytes_per_step / 1e6:.3f} MB a step"
+    )

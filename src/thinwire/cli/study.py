@@ -1,0 +1,81 @@
+"""The verbs of `thinwire study`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.progress import STORE, Fresh, StorePath, train
+
+app = typer.Typer(help="Questions that only training answers.", no_args_is_help=True)
+
+Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Only these, beside fp32; any spec.")]
+
+
+@app.command("convergence")
+def study_convergence(
+    data: Annotated[str, typer.Option(help="fashion-mnist, mnist or digits.")] = "fashion-mnist",
+    seeds: Annotated[int, typer.Option(help="Runs of every codec.", min=2)] = 5,
+    codecs: Codecs = None,
+    store: StorePath = STORE,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON into this folder.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")] = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Do compressed gradients reach float32's accuracy? Paired seeds and intervals; about eight minutes."""
+    from thinwire import data as sets
+    from thinwire.cli.data import fetch_bar
+    from thinwire.study import convergence
+
+    trials = convergence.trials(data, seeds, codecs or (*convergence.CODECS, *convergence.WITHOUT_FEEDBACK))
+    with fetch_bar(data) as fetching:
+        sets.fetch(data, fetching)
+    records = train(trials, store, fresh=fresh)
+    found = convergence.result(records)
+    found["commit"] = commit or found["commit"]
+    if save:
+        from thinwire.bench import machine
+
+        typer.echo(f"saved {machine.save(found, save, 'convergence-cpu')}", err=True)
+    if as_json:
+        print_json(found)
+        return
+    right = tuple(range(1, len(convergence.HEADER)))
+    print_table(convergence.title(found), convergence.HEADER, convergence.table(found), right=right)
+    typer.echo(convergence.NOTE)
+
+
+@app.command("run")
+def study_run(  # noqa: PLR0913
+    data: Annotated[str, typer.Option(help="A set of `thinwire data`.")] = "fashion-mnist",
+    network: Annotated[str, typer.Option(help="cnn, cnn-small, mlp or mlp-wide.")] = "cnn",
+    codec: Annotated[str, typer.Option(help="A recipe, a spec, auto, or plain for DDP by itself.")] = "int8",
+    seed: int = 0,
+    hosts: Annotated[int, typer.Option(min=1)] = 2,
+    link: Annotated[str, typer.Option(help="A rate such as 100mbit, or loopback.")] = "loopback",
+    steps: Annotated[int, typer.Option(min=1)] = 100,
+    batch: Annotated[int, typer.Option(help="Samples of one rank and step.", min=1)] = 64,
+    lr: float = 0.05,
+    store: StorePath = STORE,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Train once, as every record of a study says how to repeat it."""
+    from dataclasses import asdict
+
+    from thinwire import data as sets
+    from thinwire import report
+    from thinwire.cli.data import fetch_bar
+    from thinwire.cli.report import print_summary
+    from thinwire.study import Trial
+
+    trial = Trial("run", data, network, codec, seed, hosts, link, steps, batch, lr)
+    with fetch_bar(data) as fetching:
+        sets.fetch(data, fetching)
+    records = train([trial], store, fresh=fresh)
+    if as_json:
+        print_json(asdict(records[0]))
+    else:
+        print_summary(report.summarize(records))

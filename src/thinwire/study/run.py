@@ -1,0 +1,135 @@
+"""Run trials on the hosts of a lab, keep every record as soon as it is there, skip what is kept already."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from thinwire.errors import LabError
+from thinwire.lab import Lab, Run, Session
+from thinwire.study.record import Record, Trial
+from thinwire.study.store import Store
+
+LOOPBACK = "loopback"
+POLL_S = 0.1
+STEP, RECORD, FAILED = "STEP ", "RECORD ", "FAILED "  # lines of a worker
+LOST = ("CommError", "Connection", "Broken pipe", "timed out")  # errors of ranks that miss another one
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trial is; one that is done has a record."""
+
+    trial: Trial
+    step: int
+    loss: float | None = None
+    accuracy: float | None = None
+    record: Record | None = None
+
+
+Tell = Callable[[Progress], None]
+
+
+def run(
+    trials: Iterable[Trial],
+    store: Store,
+    tell: Tell = lambda _: None,
+    *,
+    worker: Sequence[str] = (sys.executable, "-m", "thinwire.study.worker"),
+) -> list[Record]:
+    """The records of all trials, in their order; those that the store does not hold are run first.
+
+    Trials with the same hosts and link run one after another in one lab, by one start of the workers. `tell`
+    is called with every point of a curve and every record. If a rank fails, what was done is kept.
+    """
+    trials = list(trials)
+    missing = [trial for trial in trials if store.get(trial) is None]
+    places = dict.fromkeys((trial.hosts, trial.link) for trial in missing)
+    for hosts, link in places:
+        here = [trial for trial in missing if (trial.hosts, trial.link) == (hosts, link)]
+        command = [*worker, json.dumps([asdict(trial) for trial in here])]
+        loopback = link == LOOPBACK
+        with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback) as lab:
+            done = _follow(lab.start(command, echo=False), here, store, tell)
+        if not done.ok:
+            raise LabError(f"{hosts} hosts on {link}: {_failure(done)}")
+    found = [store.get(trial) for trial in trials]
+    lost = [trial for trial, record in zip(trials, found, strict=True) if record is None]
+    if lost:
+        raise LabError(f"the workers ended well, but gave no record of {len(lost)} trials, first: {lost[0]}")
+    return [record for record in found if record is not None]
+
+
+def seconds_left(
+    trials: Iterable[Trial], took: Mapping[str, Sequence[float]], shares: Mapping[str, float]
+) -> float | None:
+    """How long trials will take, judged by seconds of others by codec; None as long as there are none.
+
+    A codec that was not seen yet is expected to take its share of what float32 takes, or as long.
+    """
+    means = {codec: sum(each) / len(each) for codec, each in took.items()}
+    if not means:
+        return None
+    unit = sum(each / shares.get(codec, 1.0) for codec, each in means.items()) / len(means)
+    return sum(means.get(trial.codec, unit * shares.get(trial.codec, 1.0)) for trial in trials)
+
+
+def command(trial: Trial) -> str:
+    """What repeats a trial on the command line.
+
+    >>> command(Trial("demo", "mnist", "mlp", "int8", 0, 2, "100mbit", 50, 32, 0.1))
+    'thinwire study run --data mnist --network mlp --codec int8 --seed 0 --hosts 2 --link 100mbit ...
+    """
+    names = ("data", "network", "codec", "seed", "hosts", "link", "steps", "batch", "lr")
+    return " ".join(["thinwire study run", *(f"--{name} {getattr(trial, name)}" for name in names)])
+
+
+def _follow(session: Session, trials: list[Trial], store: Store, tell: Tell) -> Run:
+    """Read what rank 0 says until all ranks have ended, or one has failed."""
+    by_key = {trial.key: trial for trial in trials}
+    seen = 0
+    while True:
+        codes = [process.poll() for process in session.processes]
+        ended = None not in codes or any(codes)
+        if ended:
+            session.stop()  # and read the last of the output
+        said = session.output(0)[seen:]
+        seen += len(said)
+        for line in said.splitlines():
+            _hear(line, by_key, store, tell)
+        if ended:
+            return session.wait()
+        time.sleep(POLL_S)
+
+
+def _hear(line: str, trials: dict[str, Trial], store: Store, tell: Tell) -> None:
+    if line.startswith(STEP):
+        said = json.loads(line.removeprefix(STEP))
+        tell(Progress(trials[said["trial"]], said["step"], said["loss"], said["accuracy"]))
+    elif line.startswith(RECORD):
+        record = Record.from_json(line.removeprefix(RECORD))
+        store.put(record)
+        last = record.points[-1]
+        tell(Progress(record.trial, last.step, last.loss, record.accuracy, record))
+
+
+def _failure(done: Run) -> str:
+    """Which rank failed and why: rather one that neither we ended nor that only misses another."""
+    failed = [rank for rank, code in enumerate(done.returncodes) if code]
+    said = {rank: _words(done.outputs[rank], done.returncodes[rank]) for rank in failed}
+    ours = -signal.SIGTERM
+    failed.sort(key=lambda rank: (done.returncodes[rank] == ours, any(each in said[rank] for each in LOST)))
+    return f"rank {failed[0]} failed: {said[failed[0]]}"
+
+
+def _words(output: str, code: int) -> str:
+    """The rank's own words, or how it ended."""
+    told = [line for line in output.splitlines() if line.startswith(FAILED)]
+    if told:
+        return told[0].removeprefix(FAILED)
+    if code < 0:
+        return f"signal {-code} ended it"
+    last = [line for line in output.splitlines() if line.strip() and not line.startswith((STEP, RECORD))]
+    return last[-1] if last else f"exit status {code}"

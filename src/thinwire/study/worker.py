@@ -1,0 +1,284 @@
+"""One rank of a study: started by a lab, it trains every trial it is given, one after another.
+
+    python -m thinwire.study.worker '[{"study": "demo", "codec": "int8", ...}, ...]'
+
+The seed of a trial decides the first weights and the order of the data, whatever the codec, so that trials of
+one seed can be compared in pairs. Rank 0 prints lines that `thinwire.study.run` reads: `STEP` and some JSON
+now and then, `RECORD` and a record as soon as a trial is done. A rank that fails prints `FAILED` and why.
+"""
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import data
+from thinwire.bench import machine
+from thinwire.errors import InputError
+from thinwire.integrations import Wire, attach
+from thinwire.runtimes.trace import trace
+from thinwire.study import networks
+from thinwire.study.record import Layer, Point, Record, Trial
+from thinwire.study.run import FAILED, RECORD, STEP, command
+
+PLAIN = "plain"  #: a codec's name for DDP without thinwire
+MOMENTUM = 0.9
+POINTS = 20  #: of a curve
+EVALUATIONS = 4  #: of them with an accuracy, the last among them
+AT_ONCE = 500  #: images of an evaluation
+PATIENCE = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set in memory, as bytes."""
+
+    x: Tensor
+    y: Tensor
+    mean: float
+    deviation: float
+
+    def batch(self, picked: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return (self.x[picked].float() - self.mean) / self.deviation, self.y[picked]
+
+
+@dataclass
+class Course:
+    """What a rank notes while it trains."""
+
+    points: list[Point] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)  #: of every step
+    losses: list[float] = field(default_factory=list)  #: since the last point
+    equal: bool = True
+
+
+def main() -> None:
+    """Train what the command line asks for."""
+    trials = [Trial(**each) for each in json.loads(sys.argv[1])]
+    torch.set_num_threads(1)
+    doing = "starting"
+    try:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        for trial in trials:
+            doing = f"{trial.codec}, seed {trial.seed}"
+            record = train(trial)
+            if dist.get_rank() == 0:
+                _say(RECORD, record.to_json())
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        _say(FAILED, f"{doing}: {type(error).__name__}: {' '.join(str(error).split())}")
+        sys.exit(1)
+
+
+def train(trial: Trial) -> Record:
+    """One trial, from first weights to its record."""
+    images, tests = load(trial.data)
+    compute_s = _warm_up(trial.data, trial.network, trial.codec, trial.batch)
+    model, wire = build(trial, images)
+    optimizer = torch.optim.SGD(model.parameters(), trial.lr, MOMENTUM)
+    evaluated = marks(trial.steps, EVALUATIONS)
+    noted = evaluated | marks(trial.steps, POINTS)
+    course = Course()
+    dist.barrier()
+    for step, picked in zip(range(1, trial.steps + 1), order(trial, len(images.y)), strict=False):
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = trial.lr * (1 - (step - 1) / trial.steps)
+        loss = backward(model, *images.batch(picked))
+        optimizer.step()
+        course.times_s.append(time.perf_counter() - start)
+        course.losses.append(loss.item())
+        if step in noted:
+            accuracy = evaluate(model.module, tests) if step in evaluated else None
+            _note(course, trial, step, model, _sent(wire, model, step), accuracy)
+    return _record(trial, course, model, wire, compute_s)
+
+
+def build(trial: Trial, images: Images) -> tuple[DistributedDataParallel, Wire | None]:
+    """The network with the weights of its seed, and what is attached to it."""
+    torch.manual_seed(trial.seed)
+    net = networks.get(trial.network, tuple(images.x.shape[1:]), int(images.y.max()) + 1)
+    model = DistributedDataParallel(net)
+    return model, None if trial.codec == PLAIN else attach(model, trial.codec, seed=trial.seed)
+
+
+def order(trial: Trial, count: int) -> Iterator[Tensor]:
+    """Which samples this rank takes at every step: all ranks shuffle alike and take their share."""
+    size = trial.batch * trial.hosts
+    if size > count:
+        raise InputError(f"{trial.data} has {count} images, a step takes {size}: use smaller batches")
+    generator = torch.Generator().manual_seed(trial.seed)
+    while True:
+        shuffled = torch.randperm(count, generator=generator)
+        for first in range(0, count - size + 1, size):
+            start = first + dist.get_rank() * trial.batch
+            yield shuffled[start : start + trial.batch]
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Gradients of a batch; its loss."""
+    model.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, tests: Images) -> float:
+    """Accuracy on the test set; every rank takes a share of it."""
+    net.eval()
+    right = torch.zeros((), dtype=torch.int64)
+    step = AT_ONCE * dist.get_world_size()
+    for start in range(AT_ONCE * dist.get_rank(), len(tests.y), step):
+        x, y = tests.batch(slice(start, start + AT_ONCE))
+        right += (net(x).argmax(1) == y).sum()
+    net.train()
+    dist.all_reduce(right)
+    return right.item() / len(tests.y)
+
+
+@cache
+def load(name: str) -> tuple[Images, Images]:
+    """Training and test images, on the scale of the training images."""
+    x, y = data.load(name, "train")
+    sample = x[:10_000].float()
+    mean, deviation = sample.mean().item(), sample.std().item()
+    return Images(x, y, mean, deviation), Images(*data.load(name, "test"), mean, deviation)
+
+
+def marks(steps: int, count: int) -> set[int]:
+    """Some steps at equal distances, the last among them.
+
+    >>> sorted(marks(10, 4))
+    [2, 5, 8, 10]
+    """
+    return {max(1, round(steps * each / count)) for each in range(1, count + 1)}
+
+
+@cache
+def _warm_up(name: str, network: str, codec: str, batch: int) -> float:
+    """Steps that do not count: the first ones compile. Seconds of one without communication."""
+    images, _ = load(name)
+    trial = Trial("warm-up", name, network, codec, 0, dist.get_world_size(), "", 1, batch, 0.0)
+    model, _wire = build(trial, images)
+    x, y = images.batch(slice(0, batch))
+    for _ in range(2):
+        backward(model, x, y)
+    times = []
+    with model.no_sync():
+        for _ in range(3):
+            start = time.perf_counter()
+            backward(model, *images.batch(slice(0, batch)))
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _note(
+    course: Course,
+    trial: Trial,
+    step: int,
+    model: DistributedDataParallel,
+    sent_nbytes: int,
+    accuracy: float | None,
+) -> None:
+    """A point of the curve, and whether all ranks hold the same bits."""
+    found = torch.tensor([statistics.fmean(course.losses)], dtype=torch.float64)
+    dist.all_reduce(found)
+    mine = torch.frombuffer(bytearray(_digest(model)), dtype=torch.uint8)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    course.equal &= all(torch.equal(mine, each) for each in theirs)
+    loss = found.item() / dist.get_world_size()
+    course.points.append(Point(step, sum(course.times_s), sent_nbytes, loss, accuracy))
+    course.losses.clear()
+    if dist.get_rank() == 0:
+        said = {"trial": trial.key, "step": step, "loss": round(loss, 4), "accuracy": accuracy}
+        _say(STEP, json.dumps(said))
+    dist.barrier()
+
+
+def _digest(model: nn.Module) -> bytes:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().data)
+    return found.digest()
+
+
+def _sent(wire: Wire | None, model: DistributedDataParallel, steps: int) -> int:
+    return steps * _plain_nbytes(model) if wire is None else wire.meter.sent_nbytes
+
+
+def _plain_nbytes(model: DistributedDataParallel) -> int:
+    """What a rank sends for one step of DDP."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return trace(numel, "fp32", dist.get_world_size(), "native").sent_nbytes
+
+
+def _record(
+    trial: Trial, course: Course, model: DistributedDataParallel, wire: Wire | None, compute_s: float
+) -> Record:
+    stats = wire.stats() if wire else {}
+    auto = stats.get("auto")
+    step_s, mean_s = statistics.median(course.times_s), statistics.fmean(course.times_s)
+    seconds = {name: each / trial.steps for name, each in stats.get("seconds", {}).items()}
+    seconds.setdefault("wait", max(0.0, mean_s - compute_s))
+    sent, fp32 = _sent(wire, model, trial.steps), trial.steps * _plain_nbytes(model)
+    last = course.points[-1].accuracy
+    assert last is not None
+    return Record(
+        trial,
+        tuple(course.points),
+        accuracy=last,
+        step_s=step_s,
+        samples_per_s=trial.batch * trial.hosts / step_s,
+        sent_nbytes_per_step=sent / trial.steps,
+        fp32_nbytes_per_step=fp32 / trial.steps,
+        seconds={"compute": max(0.0, mean_s - seconds["wait"]), **seconds},
+        overlap=stats.get("overlap", 0.0),
+        layers=tuple(_layer(name, each) for name, each in stats.get("layers", {}).items()),
+        replicas_equal=course.equal,
+        predicted_step_s=auto["predicted_step_s"] if auto else None,
+        choice=auto,
+        environment=_environment(),
+        command=command(trial),
+    )
+
+
+def _layer(name: str, found: dict[str, Any]) -> Layer:
+    measured = [_finite(found[each]) for each in ("error", "snr_db", "residual_norm")]
+    return Layer(name, found["codec"], found["numel"], found["wire_nbytes"], *measured)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+@cache
+def _environment() -> dict[str, Any]:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": now, "commit": machine.commit(), "cores": os.cpu_count(), **machine.describe()}
+
+
+def _say(kind: str, text: str) -> None:
+    sys.stdout.write(f"{kind}{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Studies: real ranks that train on loopback, and programs that only talk like them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire import cli, data
+from thinwire.errors import InputError, LabError
+from thinwire.lab import namespaces
+from thinwire.study import Record, Trial, convergence, demo
+from thinwire.study.run import Progress, command, run, seconds_left
+from thinwire.study.store import Store
+
+TRIAL = Trial("test", "digits", "mlp", "int8", 0, 2, "loopback", 12, 32, 0.05)
+WALL_S = 120
+#: A program that talks as a worker does, without training.
+TALKER = """
+import json, os, socket, sys, time
+from thinwire.study.record import Point, Record, Trial
+
+def meet():
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            server.accept()
+    while rank:
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+rank, trials = int(os.environ["RANK"]), [Trial(**each) for each in json.loads(sys.argv[1])]
+for trial in trials:
+    if trial.codec in ("bad", "killed"):
+        meet()  # what was done before has been said
+        if trial.codec == "killed" and rank == 1:
+            os.kill(os.getpid(), 9)
+        why = "ValueError: two lines" if rank else "CommError: rank 1 is gone"
+        print(f"FAILED {trial.codec}, seed {trial.seed}: {why}")
+        sys.exit(1)
+    if trial.codec == "silent":
+        sys.exit(0)
+    if rank == 0:
+        said = {"trial": trial.key, "step": 1, "loss": 0.5, "accuracy": None}
+        print("some library says something")
+        print("STEP " + json.dumps(said))
+        point = Point(trial.steps, 1.0, 10, 0.5, 0.75)
+        record = Record(trial, (point,), 0.75, 0.1, 640.0, 1.0, 4.0, {}, 0.0, (), True)
+        print("RECORD " + record.to_json())
+"""
+TALK = (sys.executable, "-c", TALKER)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path / "store.sqlite") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Records of real ranks, by codec."""
+    data.fetch("digits")
+    trials = [replace(TRIAL, codec=codec) for codec in ("plain", "fp32", "int8", "onebit", "auto")]
+    said = []
+    with Store(tmp_path_factory.mktemp("study") / "store.sqlite") as opened:
+        records = run(trials, opened, said.append)
+    return {record.trial.codec: record for record in records}, said
+
+
+def test_records_are_complete(trained):
+    records, _ = trained
+    for codec, record in records.items():
+        assert record.trial == replace(TRIAL, codec=codec)
+        assert record == Record.from_json(record.to_json())
+        assert [point.step for point in record.points] == list(range(1, TRIAL.steps + 1))
+        assert all(point.loss > 0 for point in record.points)
+        seconds = [point.seconds for point in record.points]
+        assert seconds == sorted(seconds)
+        assert seconds[0] > 0
+        assert [point.step for point in record.points if point.accuracy is not None] == [3, 6, 9, 12]
+        assert record.accuracy == record.points[-1].accuracy
+        assert 0 < record.accuracy <= 1
+        assert record.samples_per_s == pytest.approx(2 * TRIAL.batch / record.step_s)
+        assert record.replicas_equal
+        assert record.environment["machine"]["processor"]
+        assert record.environment["commit"]
+        assert record.seconds["compute"] > 0
+        assert record.seconds["wait"] >= 0
+        assert 0 <= record.overlap <= 1
+        assert record.fp32_nbytes_per_step == pytest.approx(4 * 50_826, rel=1e-3)
+        assert record.points[-1].sent_nbytes == pytest.approx(TRIAL.steps * record.sent_nbytes_per_step)
+
+
+def test_what_codecs_do_is_recorded(trained):
+    records, _ = trained
+    assert records["plain"].layers == ()
+    assert records["plain"].sent_nbytes_per_step == records["fp32"].sent_nbytes_per_step
+    layers = {layer.name: layer for layer in records["onebit"].layers}
+    assert layers["1.weight"].codec == "onebit/512+ef"
+    assert layers["1.weight"].error > 0.1
+    assert layers["1.weight"].residual_norm > 0
+    assert layers["1.bias"].codec == "fp32"
+    assert records["int8"].sent_nbytes_per_step < records["fp32"].sent_nbytes_per_step / 3
+    assert {"encode", "wire", "decode"} <= records["int8"].seconds.keys()
+    assert records["auto"].choice["chosen"]
+    assert {each["codec"] for each in records["auto"].choice["candidates"]} >= {"fp32", "int8"}
+
+
+def test_codecs_are_paired(trained):
+    """The first batch is seen before anything is sent: its loss is the same whatever the codec."""
+    records, _ = trained
+    assert len({record.points[0].loss for record in records.values()}) == 1
+    curves = {name: [point.loss for point in record.points] for name, record in records.items()}
+    assert curves["plain"] == curves["fp32"]
+    assert curves["plain"] != curves["onebit"]
+
+
+def test_progress_is_told_in_order(trained):
+    records, said = trained
+    assert all(isinstance(each, Progress) for each in said)
+    assert [each.trial.codec for each in said if each.record is not None] == list(records)
+    of_one = [each.step for each in said if each.trial.codec == "int8" and each.record is None]
+    assert of_one == list(range(1, TRIAL.steps + 1))
+
+
+def test_an_error_of_a_rank_is_passed_on_in_its_words(store):
+    data.fetch("digits")
+    with pytest.raises(LabError, match=r"rank \d failed: int8, seed 0: InputError: digits has .* smaller"):
+        run([replace(TRIAL, batch=2000)], store)
+
+
+# Without training
+
+
+def test_what_is_stored_is_not_run_again(store):
+    trials = [replace(TRIAL, seed=seed) for seed in range(3)]
+    run(trials[:2], store, worker=TALK)
+    said = []
+    records = run(trials, store, said.append, worker=TALK)
+    assert [record.trial for record in records] == trials
+    assert {each.trial.seed for each in said} == {2}
+    assert run(trials, store, worker=("no-such-program",)) == records
+    store.forget(trials[1:])
+    assert [store.get(trial) is not None for trial in trials] == [True, False, False]
+
+
+def test_places_have_labs_of_their_own(store):
+    trials = [replace(TRIAL, hosts=hosts, seed=seed) for seed in range(2) for hosts in (1, 3)]
+    assert [record.trial for record in run(trials, store, worker=TALK)] == trials
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("bad", "2 hosts on loopback: rank 1 failed: bad, seed 0: ValueError: two lines"),
+        ("killed", "rank 1 failed: signal 9 ended it"),
+        ("silent", "gave no record of 1 trials"),
+    ],
+)
+def test_failures_name_the_rank_and_keep_what_is_done(store, codec, message):
+    trials = [TRIAL, replace(TRIAL, codec=codec)]
+    with pytest.raises(LabError) as caught:
+        run(trials, store, worker=TALK)
+    assert message in str(caught.value)
+    assert store.get(TRIAL) is not None
+
+
+def test_an_interrupted_study_keeps_what_is_done(store):
+    def interrupt(progress):
+        if progress.record is not None:
+            raise KeyboardInterrupt
+
+    trials = [replace(TRIAL, seed=seed) for seed in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        run(trials, store, interrupt, worker=TALK)
+    assert [store.get(trial) is not None for trial in trials] == [True, False, False]
+    assert len(run(trials, store, worker=TALK)) == 3
+
+
+def test_time_left_is_judged_by_what_was_seen():
+    trials = [replace(TRIAL, codec=codec) for codec in ("fp32", "int8")]
+    assert seconds_left(trials, {}, {}) is None
+    assert seconds_left(trials, {"fp32": [9.0, 11.0]}, {"int8": 0.25}) == pytest.approx(12.5)
+    assert seconds_left(trials, {"fp32": [10.0], "int8": [4.0]}, {}) == pytest.approx(14.0)
+
+
+def test_settings_that_do_not_exist_are_refused():
+    with pytest.raises(InputError, match="fashion-mnist"):
+        convergence.trials("imagenet")
+    with pytest.raises(InputError, match="spread"):
+        convergence.trials("digits", 1)
+
+
+def test_without_a_lab_the_demo_runs_on_loopback_and_says_so(monkeypatch):
+    def refuse():
+        raise LabError("this needs root")
+
+    monkeypatch.setattr(namespaces, "require", refuse)
+    assert demo.find_place(2, "100mbit") == ("loopback", ("not throttled, on loopback: this needs root",))
+    with pytest.raises(LabError, match="fast"):
+        demo.find_place(2, "fast")
+
+
+# The command line
+
+
+def test_the_demo_makes_a_page_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "SETS", ("digits",))
+    monkeypatch.setattr(demo, "CODECS", ("fp32", "int8"))
+    monkeypatch.setattr(demo, "QUICK_STEPS", 6)
+    arguments = ["demo", "--quick", "--link", "loopback", "--store", str(tmp_path / "store.sqlite")]
+    arguments += ["--out", str(tmp_path / "demo.html")]
+    first = CliRunner().invoke(cli.app, arguments)
+    assert first.exit_code == 0, first.output
+    assert "loopback" in first.output
+    assert "fp32" in first.stdout
+    assert "int8" in first.stdout
+    assert "2 of 2: int8" in first.output
+    (tmp_path / "demo.html").unlink()
+    began = time.monotonic()
+    again = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    assert again.exit_code == 0, again.output
+    assert time.monotonic() - began < 10
+    assert "2 of 2 runs are kept" in again.output
+    assert (tmp_path / "demo.html").stat().st_size > 10_000
+    assert json.loads(again.stdout)["settings"][0]["link"] == "loopback"
+
+
+def test_a_killed_study_goes_on(tmp_path):
+    """SIGKILL: what was done is kept, ranks do not stay behind, and the same command does the rest."""
+    data.fetch("digits")
+    path = tmp_path / "store.sqlite"
+    asked = ["study", "convergence", "--data", "digits", "--seeds", "2", "--codec", "int8", "--store", path]
+    words = [sys.executable, "-m", "thinwire", *map(str, asked)]
+    started = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    first = started.stderr.readline()
+    ranks = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    started.send_signal(signal.SIGKILL)
+    started.wait(WALL_S)
+    started.stderr.close()
+    assert "1 of 4: fp32" in first
+    assert len(ranks) == 2
+    end = time.monotonic() + WALL_S
+    while any(map(_alive, ranks)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(map(_alive, ranks))
+    again = subprocess.run([*words, "--save", tmp_path], capture_output=True, text=True, timeout=WALL_S)
+    assert again.returncode == 0, again.stderr
+    assert "of 4 runs are kept from before" in again.stderr
+    assert "int8" in again.stdout
+    saved = json.loads((tmp_path / "convergence-cpu.json").read_text())
+    assert saved["commit"]
+    assert saved["seeds"] == [0, 1]
+    assert [row["codec"] for row in saved["rows"]] == ["fp32", "int8"]
+    assert saved["rows"][1]["link"] == "loopback"
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_record_says_how_to_repeat_it(trained):
+    """The command is one that the command line takes, with every part of the trial."""
+    from typer.main import get_command
+
+    records, _ = trained
+    words = records["int8"].command.split()
+    assert words[:3] == ["thinwire", "study", "run"]
+    parsed = get_command(cli.app).commands["study"].commands["run"].make_context("run", words[3:]).params
+    assert (
+        Trial("test", **{name: parsed[name] for name in Trial.__dataclass_fields__ if name != "study"})
+        == TRIAL
+    )
+    assert command(TRIAL) == records["int8"].command
