@@ -15,12 +15,14 @@ from thinwire import codecs, zoo
 from thinwire.bench import codecs as codec_bench
 from thinwire.bench import collectives as collective_bench
 from thinwire.bench import formats as format_bench
+from thinwire.bench import training as training_bench
 from thinwire.cli.codecs import STUDY_NETS
 from thinwire.codecs import CODECS, footprint
 from thinwire.codecs import describe as codec_facts
 from thinwire.formats import FORMATS
 from thinwire.formats.describe import describe
 from thinwire.schedules import SCHEDULES
+from thinwire.study import convergence
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -197,7 +199,35 @@ def collective_summary() -> str:
     )
 
 
+def demo_table() -> str:
+    record = result("demo", "cpu")
+    made = f"{record['machine']['processor']}, two cores for both hosts, {record['date'][:10]}, commit `{record['commit']}`"
+    rows = [[f"`{codec}`", *cells] for codec, *cells in (row["cells"] for row in record["rows"])]
+    head = f"**{record['headline']}** {record['rows'][0]['title']}; {made}:"
+    return f"{head}\n\n{table(record['header'], rows)}\n\n{record['note']}"
+
+
+def convergence_table() -> str:
+    record = result("convergence", "cpu")
+    rows = [[f"`{codec}`", *cells] for codec, *cells in convergence.table(record)]
+    made = f"{record['machine']['processor']}, {record['date'][:10]}, commit `{record['commit']}`"
+    head = f"{convergence.title(record)}; {made}:"
+    return f"{head}\n\n{table(list(convergence.HEADER), rows)}\n\n{convergence.NOTE}"
+
+
+def training_tables() -> str:
+    record = result("training", "cpu")
+    made = f"{record['machine']['processor']}, two cores for all hosts, {record['date'][:10]}, commit `{record['commit']}`."
+    parts = [made]
+    for title, header, rows in training_bench.tables(record):
+        parts.append(f"#### {title}\n\n" + table(list(header), [list(row) for row in rows]))
+    return "\n\n".join(parts)
+
+
 PARTS = {
+    "demo": demo_table,
+    "convergence": convergence_table,
+    "training": training_tables,
     "schedules": schedule_list,
     "collectives": collective_summary,
     "collective-speed": lambda: collective_tables("cpu"),

@@ -8,6 +8,7 @@ import typer
 
 from thinwire.cli.output import Json, print_json
 from thinwire.cli.progress import STORE, Fresh, StorePath, train
+from thinwire.cli.report import Save, keep, print_summary
 
 
 def run_demo(
@@ -18,6 +19,7 @@ def run_demo(
     link: Annotated[str, typer.Option(help="Each host's link, or loopback.")] = "100mbit",
     hosts: Annotated[int, typer.Option(help="Hosts, one rank each.", min=2)] = 2,
     fresh: Fresh = False,
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Train on real data over a slow link with several codecs, and make a page of it: under four minutes.
@@ -26,7 +28,6 @@ def run_demo(
     """
     from thinwire import report
     from thinwire.cli.data import fetch_bar
-    from thinwire.cli.report import print_summary
     from thinwire.study import demo
 
     began = time.monotonic()
@@ -37,6 +38,7 @@ def run_demo(
     records = train(plan.trials, store, demo.SHARES, fresh=fresh)
     summary = report.summarize(records)
     page = report.save(summary, out)
+    keep(summary, save)
     if as_json:
         print_json({"page": str(page), **summary})
         return

@@ -8,11 +8,14 @@ import typer
 from thinwire.cli.output import Json, print_json, print_table
 from thinwire.errors import ThinwireError
 
+Save = Annotated[Path | None, typer.Option(help="Write the summary as JSON into this folder.")]
+
 
 def make_report(
     store: Annotated[Path, typer.Option(help="The file of records.")] = Path("thinwire.sqlite"),
     study: Annotated[str, typer.Option(help="Which study's records.")] = "demo",
     out: Annotated[Path | None, typer.Option(help="The page; by default STUDY.html.")] = None,
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Make the page of a study from its stored records, and print its summary."""
@@ -30,11 +33,34 @@ def make_report(
         raise ThinwireError(f"{store} has no records of the study '{study}'; {held}")
     summary = report.summarize(records)
     page = report.save(summary, out or Path(f"{study}.html"))
+    keep(summary, save)
     if as_json:
         print_json({"page": str(page), **summary})
         return
     print_summary(summary)
     typer.echo(f"the page is {page} ({page.stat().st_size / 1e6:.1f} MB, needs no network)")
+
+
+def keep(summary: dict[str, Any], folder: Path | None) -> None:
+    """The headline and the tables as JSON, with machine and commit."""
+    if folder is None:
+        return
+    from thinwire import report
+    from thinwire.bench import machine
+
+    rows = [
+        {"link": setting["link"], "title": report.title(setting), "cells": list(cells)}
+        for number, setting in enumerate(summary["settings"])
+        for cells in report.rows(summary, number)
+    ]
+    found = {
+        "headline": summary["headline"],
+        "header": list(report.HEADER),
+        "note": report.NOTE,
+        "rows": rows,
+    }
+    path = machine.save(machine.record(found), folder, f"{summary['study']}-cpu")
+    typer.echo(f"saved {path}", err=True)
 
 
 def print_summary(summary: dict[str, Any]) -> None:
