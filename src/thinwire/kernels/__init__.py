@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import InputError, MissingDependencyError
+from thinwire.kernels.gemm_params import GemmParams
 from thinwire.kernels.onebit_reference import SignPlan
 from thinwire.kernels.params import BlockParams, Params, WirePlan
 from thinwire.kernels.reference import Key, code_dtype, stream_words
@@ -83,6 +84,12 @@ def onebit_encode(
 def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
     """The way back, or added to what is there."""
     _blocks(wire.device).onebit_decode(wire, out, plan, weight, add=add)
+
+
+def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
+    """[batch, M, K] times [batch, K, N], with every step rounded; see `gemm_reference`."""
+    if out.numel():
+        _module("gemm_cpu", "gemm_cuda", a.device).gemm(p, a, b, out, key)
 
 
 def reads(device: torch.device) -> tuple[torch.dtype, ...]:

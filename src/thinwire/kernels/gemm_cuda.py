@@ -1,0 +1,86 @@
+"""Matrix products on a CUDA GPU, by Triton programs; formats without a quick way are done step by step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import gemm_programs, gemm_reference
+from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams, Quick
+from thinwire.kernels.reference import Key
+
+ROWS, COLUMNS, UNROLL = 32, 64, 4  # a program's tile; fastest of those tried on an H200
+PAIR_ROWS, PAIR_COLUMNS, LEAVES = 32, 32, 16
+BATCH = 65535  # matrices at most in a launch
+ROOM = 1 << 26  # float32 numbers at most that wait for a partner; more rows take turns
+
+
+def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
+    """[batch, M, K] times [batch, K, N] into `out`, which is contiguous and not empty; K is at least 1."""
+    if p.quick is None:
+        gemm_reference.gemm(p, a, b, out, key)
+    elif out.device.index == torch.cuda.current_device():
+        _run(p, p.quick, a, b.contiguous(), out)
+    else:
+        with torch.cuda.device(out.device):
+            _run(p, p.quick, a, b.contiguous(), out)
+
+
+def _run(p: GemmParams, quick: tuple[Quick, Quick], a: Tensor, b: Tensor, out: Tensor) -> None:
+    scalars = (p.offset or 0, *_scalars(quick[0]), *_scalars(quick[1]))
+    shape = {
+        "PWAY": quick[0].way,
+        "SWAY": quick[1].way,
+        "MOGAMI": p.offset is not None,
+        "enable_fp_fusion": False,
+    }
+    launch = _pairwise if p.order == PAIRWISE else _sequential
+    for part, rows in _turns(out, _levels(a.shape[-1]) if p.order == PAIRWISE else 0):
+        across = a[part, rows].transpose(-1, -2).contiguous()
+        launch(p, across, b[part], out[part, rows], scalars, shape)
+
+
+def _turns(out: Tensor, levels: int) -> list[tuple[slice, slice]]:
+    """As many matrices, or rows of one, at a time as a launch takes and as there is room for."""
+    batch, rows, columns = out.shape
+    tiles = -(-columns // PAIR_COLUMNS) * levels
+    down = max(1, ROOM // (tiles * PAIR_ROWS * PAIR_COLUMNS)) if tiles else rows
+    if batch == 1:
+        step = down * PAIR_ROWS
+        return [(slice(0, 1), slice(i, i + step)) for i in range(0, rows, step)]
+    step = min(BATCH, max(1, down // -(-rows // PAIR_ROWS))) if tiles else BATCH
+    return [(slice(i, i + step), slice(0, rows)) for i in range(0, batch, step)]
+
+
+def _sequential(
+    p: GemmParams, across: Tensor, b: Tensor, out: Tensor, scalars: tuple[Any, ...], shape: dict[str, Any]
+) -> None:
+    batch, rows, columns = out.shape
+    steps = across.shape[-2]
+    chunk = min(p.chunk, steps) if p.order == CHUNKED else steps
+    tile = {"BM": ROWS, "BN": COLUMNS, "UNROLL": UNROLL, "num_warps": 8 if p.order == KAHAN else 4}
+    tile |= {"KAHAN": p.order == KAHAN, "CHUNKED": p.order == CHUNKED}
+    grid = (-(-rows // ROWS) * -(-columns // COLUMNS), batch)
+    program: Any = gemm_programs.gemm_kernel
+    program[grid](across, b, out, rows, columns, steps, chunk, *scalars, **shape, **tile)
+
+
+def _pairwise(
+    _p: GemmParams, across: Tensor, b: Tensor, out: Tensor, scalars: tuple[Any, ...], shape: dict[str, Any]
+) -> None:
+    batch, rows, columns = out.shape
+    steps = across.shape[-2]
+    grid = (-(-rows // PAIR_ROWS) * -(-columns // PAIR_COLUMNS), batch)
+    room = torch.empty(grid[0] * batch * _levels(steps) * PAIR_ROWS * PAIR_COLUMNS, device=out.device)
+    tile = {"BM": PAIR_ROWS, "BN": PAIR_COLUMNS, "num_warps": 4}
+    program: Any = gemm_programs.pairwise_kernel
+    program[grid](across, b, out, room, rows, columns, steps, *scalars, **shape, **tile)
+
+
+def _levels(steps: int) -> int:
+    """How many sums of different lengths can wait for a partner at the same time."""
+    return (-(-steps // LEAVES) - 1).bit_length() + 1
+
+
+def _scalars(quick: Quick) -> tuple[float, float, float, float, int]:
+    return quick.magic, quick.low, quick.high, quick.over, quick.word

@@ -1,0 +1,255 @@
+"""The GPU programs of low-precision matrix products, in Triton.
+
+A program computes a tile of the result, with its sums in registers. `at` is A with rows and columns
+exchanged, so that both operands are read along their rows. Ways to round, orders and multiplication are
+compile-time constants; their numbers are run-time scalars. Multiplications and additions must not be
+merged behind our back (`enable_fp_fusion=False` at launch): where that is exact it is written out.
+"""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.params import CANONICAL_NAN
+
+_NAN = tl.constexpr(CANONICAL_NAN)
+_INFINITY = tl.constexpr(0x7F800000)
+_SIGN = tl.constexpr(-0x80000000)
+_ONE = tl.constexpr(0x3F800000)
+_LEAVES = tl.constexpr(16)  # products that a pairwise sum adds up in registers
+
+
+@triton.jit
+def _round(x, p, WAY: tl.constexpr):
+    """See `gemm_params`; p is (magic, low, high, over, word)."""
+    magic, low, high, over, word = p
+    if WAY == 0:
+        return x
+    elif WAY == 1:
+        b = x.to(tl.int32, bitcast=True)
+        size = tl.maximum((b & _INFINITY).to(tl.float32, bitcast=True), low)
+        r = tl.fma(size, -magic, tl.fma(size, magic, x))  # the products are exact
+        r = tl.where(tl.abs(x) >= high, over, r)
+        return (r.to(tl.int32, bitcast=True) | (b & word)).to(tl.float32, bitcast=True)
+    elif WAY == 2:
+        b = x.to(tl.uint32, bitcast=True)
+        drop = word.to(tl.uint32)
+        half = ((1 << drop).to(tl.uint32) >> 1) - 1
+        kept = (b + half + ((b >> drop) & 1)) & ~((half << 1) | 1)
+        return tl.where(x == x, kept.to(tl.float32, bitcast=True), x)
+    else:
+        c = tl.where(x < low, low, x)
+        c = tl.where(c > high, high, c)
+        return tl.where(x == x, (c + magic) - magic, 0.0)
+
+
+@triton.jit
+def _mogami(x, y, offset):
+    """See `gemm_reference`."""
+    i, j = x.to(tl.int32, bitcast=True), y.to(tl.int32, bitcast=True)
+    u, v = i & 0x7FFFFFFF, j & 0x7FFFFFFF
+    zero_u, zero_v = u < 0x800000, v < 0x800000
+    exponents = (u & _INFINITY).to(tl.uint32) + (v & _INFINITY).to(tl.uint32)
+    pattern = (u.to(tl.uint32) + v.to(tl.uint32)) + (offset - _ONE).to(tl.uint32)
+    pattern = tl.where(pattern > 0x7F800000, 0x7F800000, pattern).to(tl.int32)
+    pattern = tl.where(zero_u | zero_v | (exponents <= 0x3F800000), 0, pattern) | ((i ^ j) & _SIGN)
+    special = tl.where(zero_u, 0.0, x) * tl.where(zero_v, 0.0, y)
+    return tl.where((u >= _INFINITY) | (v >= _INFINITY), special, pattern.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _product(pa, pb, rows, columns, pp, offset, WAY: tl.constexpr, MOGAMI: tl.constexpr):
+    """One rounded product for each element of the tile."""
+    x = tl.load(pa, mask=rows, other=0.0)[:, None]
+    y = tl.load(pb, mask=columns, other=0.0)[None, :]
+    if MOGAMI:
+        p = _mogami(x, y, offset)
+    else:
+        p = x * y
+    return _round(p, pp, WAY)
+
+
+@triton.jit
+def _kahan_step(s, c, p, ps, WAY: tl.constexpr):
+    y = _round(p - c, ps, WAY)
+    t = _round(s + y, ps, WAY)
+    return t, _round(_round(t - s, ps, WAY) - y, ps, WAY)
+
+
+@triton.jit
+def _tile(M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Row and column numbers of this program's tile."""
+    across = tl.cdiv(N, BN)
+    program = tl.program_id(0)
+    return (program // across) * BM + tl.arange(0, BM), (program % across) * BN + tl.arange(0, BN)
+
+
+@triton.jit
+def _put(c, s, rm, rn, M, N):
+    """Sums into place, with one pattern for NaN."""
+    bits = tl.where(s == s, s.to(tl.int32, bitcast=True), _NAN)
+    at = rm[:, None].to(tl.int64) * N + rn[None, :]
+    tl.store(c + at, bits.to(tl.float32, bitcast=True), mask=(rm[:, None] < M) & (rn[None, :] < N))
+
+
+@triton.jit(do_not_specialize=["K", "chunk", "offset", "p4", "s4"])
+def gemm_kernel(
+    at, b, c, M, N, K, chunk, offset, p0, p1, p2, p3, p4, s0, s1, s2, s3, s4, PWAY: tl.constexpr,
+    SWAY: tl.constexpr, MOGAMI: tl.constexpr, KAHAN: tl.constexpr, CHUNKED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Sequential, in chunks, or with Kahan's compensation."""
+    pp, ps = (p0, p1, p2, p3, p4), (s0, s1, s2, s3, s4)
+    rm, rn = _tile(M, N, BM, BN)
+    rows, columns = rm < M, rn < N
+    batch = tl.program_id(1).to(tl.int64)
+    pa, pb = at + batch * K * M + rm, b + batch * K * N + rn
+    whole = tl.zeros([BM, BN], tl.float32)
+    comp = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, chunk):
+        stop = tl.minimum(start + chunk, K)
+        unrolled = start + (stop - start) // UNROLL * UNROLL
+        s = tl.zeros([BM, BN], tl.float32)
+        for _ in range(start, unrolled, UNROLL):
+            for u in tl.static_range(UNROLL):
+                p = _product(pa + u * M, pb + u * N, rows, columns, pp, offset, PWAY, MOGAMI)
+                if KAHAN:
+                    s, comp = _kahan_step(s, comp, p, ps, SWAY)
+                else:
+                    s = _round(s + p, ps, SWAY)
+            pa += UNROLL * M
+            pb += UNROLL * N
+        for _ in range(unrolled, stop):
+            p = _product(pa, pb, rows, columns, pp, offset, PWAY, MOGAMI)
+            if KAHAN:
+                s, comp = _kahan_step(s, comp, p, ps, SWAY)
+            else:
+                s = _round(s + p, ps, SWAY)
+            pa += M
+            pb += N
+        if CHUNKED:
+            whole = _round(whole + s, ps, SWAY)
+        else:  # there is one chunk
+            whole = s
+    _put(c + batch * M * N, whole, rm, rn, M, N)
+
+
+# Pairwise
+
+
+@triton.jit
+def _leaf(pa, pb, k, K, M, N, rows, columns, pp, offset, PWAY: tl.constexpr, MOGAMI: tl.constexpr):
+    """A product, or -0 beyond the last, which changes no sum."""
+    near = tl.minimum(k, K - 1).to(tl.int64)
+    p = _product(pa + near * M, pb + near * N, rows, columns, pp, offset, PWAY, MOGAMI)
+    return tl.where(k < K, p, -0.0)
+
+
+@triton.jit
+def _two(
+    pa,
+    pb,
+    k,
+    K,
+    M,
+    N,
+    rows,
+    columns,
+    pp,
+    ps,
+    offset,
+    PWAY: tl.constexpr,
+    SWAY: tl.constexpr,
+    MOGAMI: tl.constexpr,
+):
+    p = _leaf(pa, pb, k, K, M, N, rows, columns, pp, offset, PWAY, MOGAMI)
+    return _round(p + _leaf(pa, pb, k + 1, K, M, N, rows, columns, pp, offset, PWAY, MOGAMI), ps, SWAY)
+
+
+@triton.jit
+def _four(
+    pa,
+    pb,
+    k,
+    K,
+    M,
+    N,
+    rows,
+    columns,
+    pp,
+    ps,
+    offset,
+    PWAY: tl.constexpr,
+    SWAY: tl.constexpr,
+    MOGAMI: tl.constexpr,
+):
+    p = _two(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+    return _round(
+        p + _two(pa, pb, k + 2, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI), ps, SWAY
+    )
+
+
+@triton.jit
+def _eight(
+    pa,
+    pb,
+    k,
+    K,
+    M,
+    N,
+    rows,
+    columns,
+    pp,
+    ps,
+    offset,
+    PWAY: tl.constexpr,
+    SWAY: tl.constexpr,
+    MOGAMI: tl.constexpr,
+):
+    p = _four(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+    return _round(
+        p + _four(pa, pb, k + 4, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI), ps, SWAY
+    )
+
+
+@triton.jit(do_not_specialize=["K", "offset", "p4", "s4"])
+def pairwise_kernel(
+    at, b, c, room, M, N, K, offset, p0, p1, p2, p3, p4, s0, s1, s2, s3, s4, PWAY: tl.constexpr,
+    SWAY: tl.constexpr, MOGAMI: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Sums of 16 neighbours are made in registers; those of 32, 64 ... wait for a partner in `room`.
+
+    That holds a tile for each level and program. The barrier is there because a tile may be read by other
+    threads than wrote it. Beyond K there are sums of nothing, -0, up to a power of two.
+    """
+    pp, ps = (p0, p1, p2, p3, p4), (s0, s1, s2, s3, s4)
+    rm, rn = _tile(M, N, BM, BN)
+    rows, columns = rm < M, rn < N
+    batch = tl.program_id(1).to(tl.int64)
+    pa, pb = at + batch * K * M + rm, b + batch * K * N + rn
+    program = batch * tl.num_programs(0) + tl.program_id(0)
+    blocks = tl.cdiv(K, _LEAVES)
+    levels = 0
+    while (1 << levels) < blocks:
+        levels += 1
+    mine = room + program * (levels + 1) * (BM * BN)
+    mine = mine + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    s = tl.zeros([BM, BN], tl.float32)
+    for block in range(0, blocks):
+        k = block * _LEAVES
+        s = _eight(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+        s = _round(
+            s + _eight(pa, pb, k + 8, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI), ps, SWAY
+        )
+        level = 0
+        while (block >> level) & 1 == 1:
+            s = _round(tl.load(mine + level * (BM * BN)) + s, ps, SWAY)
+            level += 1
+        tl.store(mine + level * (BM * BN), s)
+        tl.debug_barrier()
+    level = 0
+    while (blocks >> level) & 1 == 0:
+        level += 1
+    for higher in range(level + 1, levels + 1):
+        if (blocks >> higher) & 1 == 1:
+            s = _round(tl.load(mine + higher * (BM * BN)) + s, ps, SWAY)
+    _put(c + batch * M * N, s, rm, rn, M, N)

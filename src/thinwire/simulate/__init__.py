@@ -1,0 +1,13 @@
+"""Low-precision arithmetic as hardware might do it, bit for bit, on hardware that does not.
+
+>>> import torch
+>>> from thinwire import simulate
+>>> fp8 = simulate.Arithmetic(product="float8_e4m3fn", sum="e5m10", order="chunked/64")
+>>> simulate.matmul(torch.ones(2, 100), torch.full((100, 2), 0.3), fp8)
+tensor([[31.2500, 31.2500],
+        [31.2500, 31.2500]])
+"""
+
+from thinwire.simulate.gemm import Arithmetic, matmul
+
+__all__ = ["Arithmetic", "matmul"]

@@ -1,0 +1,242 @@
+"""Matrix products in which every product and every partial sum is rounded to a format.
+
+`c[i, j]` is the sum over k of `a[i, k] * b[k, j]`. Operands are float32 and taken as they are: round them
+first, if they are to be of some format. With P and S for rounding to the formats of products and sums,
+each operation is float32's, rounded to nearest even, and then rounded again:
+
+    p[k] = P(a[i, k] * b[k, j])
+    s = S(s + p[k])
+
+Where a format has at most 11 significant bits (fp16, bfloat16 and all that is shorter) and so have the
+numbers that go in, rounding to float32 first changes nothing (24 >= 2 * 11 + 2), and the result is that of
+exact operations rounded once. For longer formats float32's rounding is part of what is computed. A
+format that is None does not round beyond float32.
+
+| order | how the products are added up |
+|---|---|
+| `sequential` | from s = +0, k ascending |
+| `chunked/C`  | sequentially in chunks of C, each from +0; the chunks' sums likewise, one after the other |
+| `pairwise`   | neighbours first, then neighbouring pairs ...; an odd one passes up, a product rounded by S |
+| `kahan`      | y = S(p - c); t = S(s + y); c = S(S(t - s) - y); s = t, from s = c = +0 |
+| `fp32`       | sequentially in float32 |
+| `exact`      | exact products, exact sum, one rounding by S at the end (None: to float32); zero is +0 |
+
+`exact` needs a sum format of at most 22 significant bits. The numbers at which a table changes over are
+taken as float32, and stochastic rounding sees the leading 24 bits of the sum.
+
+Multiplication is `exact` (float32's, as above) or `mogami`: patterns are added as integers, less the
+pattern of one (Mogami 2020, "Deep Neural Network Training without Multiplications"); `mogami/0.0625` adds
+0.0625 * 2**23, which makes up for the average error. Signs are right. An operand with exponent field 0
+counts as zero, a result whose exponent fields sum to 127 or less is zero, one beyond float32's range
+is infinite; infinities and NaN go as in a float product.
+
+Special values follow the formats' rules (`Format.rules`). A NaN that reaches a format is positive, and a
+NaN in the result is 0x7FC00000. Stochastic rounding draws from streams derived from `rng`, one for each k
+and each rounding in that step. CPU and GPU return the same bits, whatever the format.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire import buffers, formats, kernels
+from thinwire.errors import FormatError, InputError
+from thinwire.formats import Format
+from thinwire.formats.base import MODES
+from thinwire.kernels import gemm_exact
+from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, SEQUENTIAL, GemmParams
+from thinwire.kernels.params import FloatParams, GridParams, Params
+from thinwire.rounding import Rounding, Stream
+
+ORDERS = {"sequential": SEQUENTIAL, "fp32": SEQUENTIAL, "pairwise": PAIRWISE, "kahan": KAHAN}
+EXACT_BITS = 22  # significant bits of a format that can be rounded to by way of float32, rounded to odd
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a matrix product is computed: formats, order of the sum, multiplication, rounding mode.
+
+    >>> Arithmetic(product="e5m2", sum="bfloat16", order="kahan").sum.name
+    'bfloat16'
+    """
+
+    product: Format | str | None = None  #: of products; a name is looked up. None: float32
+    sum: Format | str | None = None  #: of sums
+    order: str = "sequential"
+    multiply: str = "exact"
+    rounding: Rounding | str = "nearest"  #: of products and sums alike
+
+    def __post_init__(self) -> None:
+        for name in ("product", "sum"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else formats.get(given))
+        try:
+            object.__setattr__(self, "rounding", Rounding(self.rounding))
+        except ValueError:
+            raise FormatError(
+                f"unknown rounding '{self.rounding}'; use one of: {', '.join(Rounding)}"
+            ) from None
+        _order(self.order)
+        _offset(self.multiply)
+        self._check()
+
+    def _check(self) -> None:
+        for each in _given(self):
+            if self.rounding not in each.roundings:
+                raise FormatError(
+                    f"{each.name} has no rounding '{self.rounding}'; it has: {', '.join(each.roundings)}"
+                )
+        if self.order == "fp32" and self.sum is not None:
+            raise FormatError("order 'fp32' sums in float32; leave out sum, or use order='sequential'")
+        if self.order != "exact":
+            return
+        if self.product is not None or self.multiply != "exact":
+            raise FormatError(
+                "order 'exact' rounds once, at the end; leave out product and multiply, "
+                "or round the operands before"
+            )
+        if self.sum is not None and _significant(self._params(self.sum)) > EXACT_BITS:
+            raise FormatError(
+                f"order 'exact' rounds to at most {EXACT_BITS} significant bits, which {_name(self.sum)} "
+                "exceeds; use a shorter sum format, or sum=None for float32"
+            )
+
+    def _params(self, format: Format | str | None) -> Params | None:
+        """What the kernels know of a format, in this rounding mode."""
+        return None if format is None else formats.get(format)._prepared(MODES[Rounding(self.rounding)])
+
+
+def matmul(
+    a: Tensor, b: Tensor, arithmetic: Arithmetic, *, rng: Stream | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The product of two matrices, or of batches of them, computed as `arithmetic` says.
+
+    Shapes are [..., M, K] and [..., K, N]; leading dimensions are equal or broadcast. `rng` is needed by
+    stochastic rounding and refused by the others. Nothing is recorded for autograd.
+
+    >>> ones = torch.ones(1, 5000)
+    >>> matmul(ones, ones.t(), Arithmetic(sum="e5m10"))
+    tensor([[2048.]])
+    >>> matmul(ones, ones.t(), Arithmetic(sum="e5m10", order="kahan"))
+    tensor([[5000.]])
+    """
+    key = _key(arithmetic, rng)
+    shape = _shape(a, b)
+    target = buffers.target(out, shape, torch.float32, a.device)
+    if a.device.type == "meta":
+        return target
+    result = buffers.writable(target, a, b)
+    if a.shape[-1] == 0:
+        result.zero_()
+    elif result.numel():
+        left, right = _batched(_plain(a), _plain(b), shape[:-2])
+        _compute(arithmetic, left, right, result.view(left.shape[0], left.shape[1], shape[-1]), key)
+    return buffers.deliver(result, target)
+
+
+def _compute(how: Arithmetic, a: Tensor, b: Tensor, out: Tensor, key: kernels.Key | None) -> None:
+    mode = MODES[Rounding(how.rounding)]
+    total = how._params(how.sum)
+    if how.order == "exact":
+        gemm_exact.gemm(a, b, out, odd=total is not None)
+        if total is not None:
+            kernels.round(total, out.view(-1).clone(), out.view(-1), mode, key)
+    else:
+        order, chunk = _order(how.order)
+        product, offset = how._params(how.product), _offset(how.multiply)
+        kernels.gemm(GemmParams(product, total, mode, order, chunk, offset), a, b, out, key)
+
+
+def _order(order: str) -> tuple[int, int]:
+    """The kernels' number of an order, and the length of chunks."""
+    if order in ORDERS:
+        return ORDERS[order], 0
+    if order == "exact":
+        return -1, 0
+    found = re.fullmatch(r"chunked/([1-9]\d{0,8})", order) if isinstance(order, str) else None
+    if not found:
+        names = "sequential, chunked/C with C from 1, pairwise, kahan, fp32, exact"
+        raise FormatError(f"unknown order '{order}'; use one of: {names}")
+    return CHUNKED, int(found[1])
+
+
+def _offset(multiply: str) -> int | None:
+    """What Mogami's product adds to the sum of two patterns; None: exact multiplication."""
+    if multiply == "exact":
+        return None
+    found = re.fullmatch(r"mogami(?:/(0\.\d+|0))?", multiply) if isinstance(multiply, str) else None
+    if not found:
+        raise FormatError(
+            f"unknown multiply '{multiply}'; use one of: exact, mogami, mogami/0.0625 (or another part of 1)"
+        )
+    return round(float(found[1] or 0) * 2**23)
+
+
+def _given(how: Arithmetic) -> list[Format]:
+    return [formats.get(each) for each in (how.product, how.sum) if each is not None]
+
+
+def _name(format: Format | str) -> str:
+    return formats.get(format).name
+
+
+def _significant(params: Params | None) -> int:
+    """Significant bits of floats and grids; 0 for tables, which are step functions of float32 numbers."""
+    if isinstance(params, FloatParams):
+        return params.man + 1
+    return params.bits if isinstance(params, GridParams) else 0
+
+
+def _key(how: Arithmetic, rng: Stream | None) -> kernels.Key | None:
+    if how.rounding != Rounding.STOCHASTIC:
+        if rng is not None:
+            raise FormatError("rng is for rounding='stochastic' only")
+        return None
+    if not _given(how):
+        return None
+    if not isinstance(rng, Stream):
+        raise FormatError("stochastic rounding needs rng=Stream(seed, step=..., tensor=..., rank=...)")
+    return rng.key
+
+
+def _shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """The shape of the result, if there can be one."""
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, Tensor):
+            raise InputError(
+                f"{name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor(...)"
+            )
+        if x.dtype != torch.float32:
+            raise InputError(
+                f"{name} must be float32, not {str(x.dtype).removeprefix('torch.')}; use .float()"
+            )
+        if x.ndim < 2:
+            raise InputError(f"{name} must have 2 or more dimensions, not {x.ndim}; use unsqueeze")
+        if x.layout != torch.strided:
+            raise InputError(f"{name} must be dense, not {x.layout}; use .to_dense()")
+    if a.device != b.device:
+        raise InputError(f"a is on {a.device} and b on {b.device}; move one of them")
+    if a.shape[-1] != b.shape[-2]:
+        raise InputError(
+            f"a has {a.shape[-1]} columns and b {b.shape[-2]} rows; shapes are [..., M, K] and [..., K, N]"
+        )
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        found = f"{tuple(a.shape[:-2])} and {tuple(b.shape[:-2])}"
+        raise InputError(f"leading dimensions {found} do not match; make them equal") from None
+    return (*batch, a.shape[-2], b.shape[-1])
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach().resolve_neg()
+
+
+def _batched(a: Tensor, b: Tensor, batch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Operands with one leading dimension. One matrix for a whole batch needs no copies of it."""
+    if b.ndim == 2:
+        return a.reshape(1, -1, a.shape[-1]), b[None]
+    left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+    return left.reshape(-1, *a.shape[-2:]), right.reshape(-1, *b.shape[-2:])

@@ -1,0 +1,168 @@
+"""Matrix products on the GPU equal those of the CPU bit for bit: formats, orders, multiplications, batches.
+
+On a machine with a GPU they run there. Without one, Triton's interpreter runs a few small cases of the same
+programs on the CPU; the parts that need the real thing are skipped.
+"""
+
+# ruff: noqa: E402 (the environment must be set before Triton is imported)
+
+import itertools
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from thinwire import Stream, formats, simulate
+from thinwire.kernels import gemm_cpu, gemm_cuda
+from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, SEQUENTIAL, GemmParams, quick
+from thinwire.simulate import Arithmetic
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+NAN, INF = float("nan"), float("inf")
+ORDERS = {
+    "sequential": (SEQUENTIAL, 0),
+    "chunked": (CHUNKED, 5),
+    "pairwise": (PAIRWISE, 0),
+    "kahan": (KAHAN, 0),
+}
+PAIRS = [
+    ("e5m2", "e5m2"),
+    ("float8_e4m3fn", "bfloat16"),
+    ("float8_e4m3fnuz", "e5m10"),
+    ("bfloat16", "bfloat16"),
+    ("int8", "fixed4.6"),
+    (None, "e4m3"),
+    ("tf32", None),
+    (None, None),
+]
+CASES = list(itertools.product(PAIRS, ORDERS, (None, 0, 1 << 19)))
+if not HAS_GPU:  # the interpreter is slow: every way and order once
+    CASES = [
+        (("e5m2", "bfloat16"), "sequential", None),
+        (("float8_e4m3fnuz", None), "chunked", 1 << 19),
+        ((None, "fixed4.6"), "kahan", None),
+        (("bfloat16", "e4m3"), "pairwise", None),
+    ]
+SHAPES = [(1, 1, 1), (3, 16, 5), (33, 37, 70), (64, 131, 128), (2, 1000, 65)] if HAS_GPU else [(3, 35, 5)]
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _no_device_switch(monkeypatch):
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+
+def operands(rows, steps, columns, batch=2, seed=0):
+    """Numbers of many sizes; zeros of both signs, subnormals, overflow, infinities and NaN here and there."""
+    random = torch.Generator().manual_seed(seed)
+    pool = torch.tensor([0.0, -0.0, 1.0, 1e-40, -1e-45, 448.0, 464.0, 61440.0, -65520.0, 3e38, 0.3, INF, NAN])
+
+    def one(*shape):
+        sizes = 2.0 ** torch.randint(-12, 4, shape, generator=random)
+        x = torch.randn(shape, generator=random) * sizes
+        chosen = pool[torch.randint(len(pool), shape, generator=random)]
+        common = torch.rand(shape, generator=random)
+        return torch.where(common < 1 / steps, chosen, x)
+
+    return one(batch, rows, steps), one(batch, steps, columns)
+
+
+def prepared(name):
+    return None if name is None else formats.get(name)._prepared(0)
+
+
+def assert_same(found, wanted):
+    assert torch.equal(found.cpu().view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize(("pair", "order", "offset"), CASES, ids=str)
+def test_programs_equal_the_cpu_bit_for_bit(pair, order, offset):
+    p = GemmParams(prepared(pair[0]), prepared(pair[1]), 0, *ORDERS[order], offset)
+    assert p.quick is not None
+    for shape in SHAPES:
+        a, b = operands(*shape)
+        wanted, found = torch.empty(2, shape[0], shape[2]), torch.empty(2, shape[0], shape[2], device=DEVICE)
+        gemm_cpu.gemm(p, a, b, wanted)
+        gemm_cuda.gemm(p, a.to(DEVICE), b.to(DEVICE), found)
+        assert_same(found, wanted)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "format", [f for f in formats.FORMATS.values() if quick(f._prepared(0), 0)], ids=lambda f: f.name
+)
+def test_quick_rounding_is_the_formats_own(format, probes):
+    x = probes(format)[None]
+    how = Arithmetic(sum=format, order="pairwise")
+    assert_same(simulate.matmul(torch.ones(1, 1, device=DEVICE), x.to(DEVICE), how), format.round(x))
+
+
+@needs_gpu
+@pytest.mark.parametrize("order", ["sequential", "chunked/7", "pairwise", "kahan", "fp32", "exact"])
+@pytest.mark.parametrize("name", ["e4m3", "posit8_1", "e3m0", "float4_e2m1fn", "nf4", "uniform8s"])
+@pytest.mark.parametrize("rounding", ["nearest", "up", "stochastic"])
+def test_public_calls_agree_with_the_cpu(order, name, rounding):
+    total = None if order == "fp32" else name
+    how = Arithmetic(None if order == "exact" else name, total, order, rounding=rounding)
+    rng = Stream(seed=4, step=1) if rounding == "stochastic" else None
+    a, b = operands(5, 40, 9, batch=3)
+    there, other = a.to(DEVICE), b.to(DEVICE)
+    assert_same(simulate.matmul(there, other, how, rng=rng), simulate.matmul(a, b, how, rng=rng))
+    assert_same(simulate.matmul(there, other[1], how, rng=rng), simulate.matmul(a, b[1], how, rng=rng))
+
+
+@needs_gpu
+def test_exact_sums_agree_with_the_cpu():
+    patterns = torch.randint(-(1 << 31), 1 << 31, (2, 20, 20)).to(torch.int32)
+    a, b = patterns.view(torch.float32)
+    for name in (None, "bfloat16", "posit16_1"):
+        how = Arithmetic(sum=name, order="exact")
+        for x, y in ((a, b), (a.nan_to_num(1.0, 2.0, 3.0), b.nan_to_num(1.0, 2.0, 3.0))):
+            assert_same(simulate.matmul(x.to(DEVICE), y.to(DEVICE), how), simulate.matmul(x, y, how))
+
+
+@needs_gpu
+def test_views_and_slices():
+    how = Arithmetic("e5m2", "e5m10")
+    a, b = torch.randn(50, 41), torch.randn(60, 41)
+    there, other = a.to(DEVICE), b.to(DEVICE)
+    wanted = simulate.matmul(a[1:, 3:], b.t()[3:, 1:], how)
+    assert_same(simulate.matmul(there[1:, 3:], other.t()[3:, 1:], how), wanted)
+    out = torch.empty(59, 49, device=DEVICE).t()
+    assert simulate.matmul(there[1:, 3:], other.t()[3:, 1:], how, out=out) is out
+    assert_same(out.contiguous(), wanted)
+    assert simulate.matmul(there[:, :0], other.t()[:0], how).abs().sum().item() == 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("batch", [1, 5])
+def test_pairwise_sums_take_turns_where_room_is_short(batch, monkeypatch):
+    how = Arithmetic("e4m3", "e5m10", "pairwise")
+    a, b = operands(100, 300, 70, batch)
+    wanted = simulate.matmul(a, b, how)
+    for room in (1, 1 << 15, 1 << 17):
+        monkeypatch.setattr(gemm_cuda, "ROOM", room)
+        assert_same(simulate.matmul(a.to(DEVICE), b.to(DEVICE), how), wanted)
+
+
+@needs_gpu
+@pytest.mark.parametrize("order", ["sequential", "pairwise"])
+def test_more_matrices_than_a_launch_takes(order):
+    how = Arithmetic("e4m3", "e5m10", order)
+    a, b = operands(1, 3, 2, 70000)
+    assert_same(simulate.matmul(a.to(DEVICE), b.to(DEVICE), how), simulate.matmul(a, b, how))
+
+
+@needs_gpu
+@pytest.mark.parametrize("order", ["sequential", "pairwise", "kahan"])
+def test_larger_products(order):
+    """Many programs, more than one wave, sizes that no tile divides."""
+    how = Arithmetic("e4m3", "e5m10", order)
+    a, b = operands(1025, 515, 1030, 1)
+    assert_same(simulate.matmul(a[0].to(DEVICE), b[0].to(DEVICE), how), simulate.matmul(a[0], b[0], how))
