@@ -199,26 +199,28 @@ def collective_summary() -> str:
     )
 
 
+def made(record: dict[str, Any]) -> str:
+    where, when = record["machine"]["processor"], record["date"][:10]
+    return f"{where}, two cores for all hosts, {when}, commit `{record['commit']}`"
+
+
 def demo_table() -> str:
     record = result("demo", "cpu")
-    made = f"{record['machine']['processor']}, two cores for both hosts, {record['date'][:10]}, commit `{record['commit']}`"
     rows = [[f"`{codec}`", *cells] for codec, *cells in (row["cells"] for row in record["rows"])]
-    head = f"**{record['headline']}** {record['rows'][0]['title']}; {made}:"
+    head = f"**{record['headline']}** {record['rows'][0]['title']}; {made(record)}:"
     return f"{head}\n\n{table(record['header'], rows)}\n\n{record['note']}"
 
 
 def convergence_table() -> str:
     record = result("convergence", "cpu")
     rows = [[f"`{codec}`", *cells] for codec, *cells in convergence.table(record)]
-    made = f"{record['machine']['processor']}, {record['date'][:10]}, commit `{record['commit']}`"
-    head = f"{convergence.title(record)}; {made}:"
+    head = f"{convergence.title(record)}; {made(record)}:"
     return f"{head}\n\n{table(list(convergence.HEADER), rows)}\n\n{convergence.NOTE}"
 
 
 def training_tables() -> str:
     record = result("training", "cpu")
-    made = f"{record['machine']['processor']}, two cores for all hosts, {record['date'][:10]}, commit `{record['commit']}`."
-    parts = [made]
+    parts = [f"{made(record)}."]
     for title, header, rows in training_bench.tables(record):
         parts.append(f"#### {title}\n\n" + table(list(header), [list(row) for row in rows]))
     return "\n\n".join(parts)

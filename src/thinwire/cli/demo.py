@@ -11,7 +11,7 @@ from thinwire.cli.progress import STORE, Fresh, StorePath, train
 from thinwire.cli.report import Save, keep, print_summary
 
 
-def run_demo(
+def run_demo(  # noqa: PLR0913
     store: StorePath = STORE,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("demo.html"),
     seeds: Annotated[int, typer.Option(help="Runs of every codec.", min=1)] = 3,
