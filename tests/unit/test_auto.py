@@ -14,14 +14,14 @@ MB = 1_000_000
 
 def test_without_overlap_the_step_shrinks_by_what_the_wire_saves():
     one = Profile(1.0, (0.0,), (MB,))
-    assert predict(one, Cost(0.8, 0), Cost(0.2, 0), False) == pytest.approx(0.4)
+    assert predict(one, Cost(0.8, 0), Cost(0.2, 0)) == pytest.approx(0.4)
 
 
 def test_hidden_communication_saves_nothing():
     """Buckets at 0 and 0.9 s, 0.2 s of communication: all but the last bucket's share is hidden."""
     late = Profile(1.1, (0.0, 0.9), (MB, MB))
     assert communication_end(late, Cost(0.2, 0)) == pytest.approx(1.0)
-    assert predict(late, Cost(0.2, 0), Cost(0.1, 0), False) == pytest.approx(1.05)
+    assert predict(late, Cost(0.2, 0), Cost(0.1, 0)) == pytest.approx(1.05)
 
 
 def test_buckets_wait_for_one_another():
@@ -31,11 +31,18 @@ def test_buckets_wait_for_one_another():
 
 
 def test_processor_time_counts_only_where_cores_are_shared():
+    """0.1 s of processor time, half of it beside the backward pass, which it delays by that much."""
     hidden = Profile(1.0, (0.0, 0.8), (MB, MB))
-    free = predict(hidden, Cost(0.1, 0.0), Cost(0.1, 0.1), False)
-    shared = predict(hidden, Cost(0.1, 0.0), Cost(0.1, 0.1), True)
-    assert free == pytest.approx(1.0)
-    assert shared == pytest.approx(1.1)
+    assert predict(hidden, Cost(0.1, 0.0), Cost(0.1, 0.1)) == pytest.approx(1.0)
+    assert predict(hidden, Cost(0.1, 0.0), Cost(0.1, 0.1), crowd=1.0) == pytest.approx(1.05)
+    assert predict(hidden, Cost(0.1, 0.0), Cost(0.1, 0.1), crowd=2.0) == pytest.approx(1.1)
+
+
+def test_float32_is_predicted_as_it_was_measured():
+    """Whatever the crowd: what was measured already includes it, but for the last bucket's own slowness."""
+    seen = Profile(1.0, (0.0, 0.5), (3 * MB, MB))
+    for crowd in (0.0, 1.0, 2.0):
+        assert predict(seen, Cost(0.3, 0.05), Cost(0.3, 0.05), crowd) == pytest.approx(1.0)
 
 
 class FakeWire:
@@ -47,7 +54,7 @@ class FakeWire:
         self.now = 0.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
         monkeypatch.setattr("time.process_time", lambda: 0.0)
-        monkeypatch.setattr(auto, "_shares_core", lambda _: False)
+        monkeypatch.setattr(auto, "_crowd", lambda _: 0.0)
 
     def follow(self, policy):
         self.codec = policy.name

@@ -17,7 +17,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,34 +83,43 @@ class Candidate:
     error: float
     allowed: bool
     why: str
+    wall_s: float = 0.0  #: of all buckets, with nothing else going on
+    cpu_s: float = 0.0
 
 
-def communication_end(profile: Profile, cost: Cost, extra_s: float = 0.0) -> float:
+def communication_end(profile: Profile, cost: Cost, crowd: float = 0.0) -> float:
     """When the last bucket is back, counted from the first one's arrival.
 
-    Buckets take their share of the whole time, one after another; `extra_s` of processor time delays them.
+    Buckets are on their way one after another, each for its share of the whole time. With a crowd (ranks to
+    a core; 0: cores to spare) what runs during the backward pass slows it down and is slowed down by it.
     """
-    whole, last = sum(profile.nbytes) or 1, profile.ready_s[-1]
-    at = 0.0
+    whole, at = sum(profile.nbytes) or 1, 0.0
+    hidden = sum(profile.nbytes[:-1]) / whole * cost.cpu_s * crowd
+    last = profile.ready_s[-1]
+    slower = 1 + min(1.0, hidden / last) if last else 1.0
     for ready, nbytes in zip(profile.ready_s, profile.nbytes, strict=True):
-        late = ready * (1 + extra_s / last) if last else ready
-        at = max(at, late) + cost.wall_s * nbytes / whole
+        begins, share = max(at, ready * slower), nbytes / whole
+        at = begins + share * (cost.wall_s + (cost.cpu_s * crowd if begins < last * slower else 0.0))
     return at
 
 
-def predict(profile: Profile, fp32: Cost, other: Cost, shares_core: bool) -> float:
+def alone(profile: Profile, cost: Cost, crowd: float) -> Profile:
+    """The profile as it would be without the communication that ran beside it."""
+    hidden = sum(profile.nbytes[:-1]) / (sum(profile.nbytes) or 1) * cost.cpu_s * crowd
+    last = profile.ready_s[-1]
+    faster = 1 - min(0.5, hidden / last) if last else 1.0
+    return replace(profile, ready_s=tuple(each * faster for each in profile.ready_s))
+
+
+def predict(profile: Profile, fp32: Cost, other: Cost, crowd: float = 0.0) -> float:
     """The length of a step with another codec.
 
     >>> link = Profile(1.0, (0.0, 0.1), (4_000_000, 4_000_000))
-    >>> round(predict(link, Cost(0.8, 0.0), Cost(0.2, 0.0), False), 3)
+    >>> round(predict(link, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)
     0.4
     """
-    hidden = min(profile.ready_s[-1], other.wall_s)
-    extra = 0.0
-    if shares_core and other.wall_s and fp32.wall_s:
-        took = fp32.cpu_s * min(1.0, profile.ready_s[-1] / fp32.wall_s)
-        extra = max(-profile.ready_s[-1] / 2, other.cpu_s * hidden / other.wall_s - took)
-    before, after = communication_end(profile, fp32), communication_end(profile, other, extra)
+    pure = alone(profile, fp32, crowd)
+    before, after = (communication_end(pure, cost, crowd) for cost in (fp32, other))
     return max(profile.step_s - before + after, 1e-6)
 
 
@@ -126,6 +135,7 @@ class Pilot:
     fp32_step_s: float | None = None
     measured_step_s: float | None = None
     tried: dict[str, float] = field(default_factory=dict)  #: measured steps, by codec
+    profile: Profile | None = None
     _since: int = 0  #: the step at which the choice began
     _buckets: list[Bucket] = field(default_factory=list)
     _ready: list[list[float]] = field(default_factory=list)
@@ -156,7 +166,7 @@ class Pilot:
             self.settled = True
             return
         self.fp32_step_s = profile.step_s
-        shares = _shares_core(line)
+        crowd = _crowd(line)
         errors = {name: self._error(name) for name in self.candidates}
         costs, sent = {}, {}
         for name in self.candidates:
@@ -165,15 +175,17 @@ class Pilot:
         numbers += [each for cost in costs.values() for each in (cost.wall_s, cost.cpu_s)]
         agreed = iter(line.agree(torch.tensor(numbers, dtype=torch.float32)).tolist())
         profile = Profile(next(agreed), tuple(next(agreed) for _ in profile.ready_s), profile.nbytes)
-        errors = {name: next(agreed) for name in errors}
+        self.profile, errors = profile, {name: next(agreed) for name in errors}
         costs = {name: Cost(next(agreed), next(agreed)) for name in costs}
         for name in self.candidates:
-            step_s = predict(profile, costs["fp32"], costs[name], shares)
+            cost = costs[name]
+            step_s = predict(profile, costs["fp32"], cost, crowd)
             allowed = errors[name] <= self.budget
             why = (
                 f"error {errors[name]:.2g} is {'inside' if allowed else 'over'} the budget of {self.budget:g}"
             )
-            self.rows.append(Candidate(name, step_s, sent[name], errors[name], allowed, why))
+            row = Candidate(name, step_s, sent[name], errors[name], allowed, why, cost.wall_s, cost.cpu_s)
+            self.rows.append(row)
         self._buckets.clear()
         self._take(line, self._next())
         if line.rank == 0:
@@ -259,6 +271,7 @@ class Pilot:
             "settled": self.settled,
             "budget": self.budget,
             "fp32_step_s": self.fp32_step_s,
+            "profile": asdict(self.profile) if self.profile else None,
             "predicted_step_s": row.predicted_step_s if row else None,
             "measured_step_s": self.measured_step_s,
             "tried": dict(self.tried),
@@ -277,15 +290,15 @@ class Pilot:
         line.follow(policies.get(self.chosen))
 
 
-def _shares_core(line: Line) -> bool:
-    """Whether communication takes its processor time from training: no core to spare for each rank."""
+def _crowd(line: Line) -> float:
+    """Ranks to a core of this machine, if none is to spare for communication; else 0."""
     numbers = torch.zeros(line.world)
     numbers[line.rank] = _machine() * line.world
     everyone = line.agree(numbers).round().tolist()
     here = everyone.count(everyone[line.rank])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lacks = cores / here < torch.get_num_threads() + 1
-    return line.agree(torch.tensor([float(lacks)])).item() >= 0.5
+    return line.agree(torch.tensor([max(1.0, here / cores) if lacks else 0.0])).item()
 
 
 def _machine() -> int:

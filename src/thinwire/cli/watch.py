@@ -1,0 +1,125 @@
+"""`thinwire watch`: what a launched job does right now."""
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.output import Json, print_json
+
+if TYPE_CHECKING:
+    from rich.panel import Panel
+
+REFRESH_S = 0.5
+LATE_S = 10.0
+COLOURS = {"running": "green", "starting": "yellow", "finished": "blue"}
+PARTS = ("encode", "wire", "decode", "wait")
+
+
+def watch(
+    job: Annotated[str | None, typer.Argument(help="A job's name or status file; else the newest.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and do not stay.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a launched job while it runs: steps, bytes, where the time goes. Ends when the job does."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from thinwire.integrations import status
+
+    path, console = status.find(job), Console()
+    if as_json or once or not console.is_terminal:
+        found = _read(path)
+        if as_json:
+            print_json(found)
+        else:
+            console.print(panel(found, time.time()))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            found = _read(path)
+            live.update(panel(found, time.time()), refresh=True)
+            if found["state"] not in ("starting", "running"):
+                return
+            time.sleep(REFRESH_S)
+
+
+def _read(path: Any) -> dict[str, Any]:
+    from thinwire.errors import LaunchError
+    from thinwire.integrations import status
+
+    found = status.read(path)
+    if found is None:
+        raise LaunchError(f"the status file {path} is gone")
+    return {**found, "state": status.state(found)}
+
+
+def panel(found: dict[str, Any], now: float) -> "Panel":
+    """A status as a picture."""
+    from rich import box
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    colour = COLOURS.get(found["state"], "red")
+    lines: list[Any] = [Text(_heading(found, now), style=colour)]
+    for model in found["models"]:
+        table = Table(box=box.SIMPLE, show_header=False, pad_edge=False, expand=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        for name, value in rows(model):
+            table.add_row(name, value)
+        lines.append(table)
+    if not found["models"]:
+        over = found["state"] not in ("starting", "running")
+        lines.append(Text("nothing was attached" if over else "no model is attached yet"))
+    title = f"{found['job']}: {found['script']}, {found['codec']}"
+    return Panel(Group(*lines), title=title, border_style=colour, expand=False)
+
+
+def _heading(found: dict[str, Any], now: float) -> str:
+    said = [found["state"]]
+    if found.get("exit_code"):
+        said.append(f"exit code {found['exit_code']}")
+    if found.get("world"):
+        said.append(f"{found['world']} ranks")
+    if found.get("attempt"):
+        said.append(f"restart {found['attempt']}")
+    end = found.get("ended") or (now if found["state"] in ("starting", "running") else found["updated"])
+    said.append(f"for {_duration(end - found['started'])}")
+    age = now - found["updated"]
+    if found["state"] in ("starting", "running", "gone"):
+        late = " (late: the script may hang, or be busy)" if age > LATE_S else ""
+        said.append(f"updated {_duration(age)} ago{late}")
+    else:
+        said.append(f"ended {_duration(now - end)} ago")
+    return ", ".join(said)
+
+
+def rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is known of a model, line by line."""
+    steps, sent = model.get("steps") or 0, model.get("sent_nbytes") or 0
+    found = [("policy", str(model.get("policy"))), ("steps", f"{steps:,}")]
+    if model.get("step_s"):
+        found.append(("step time", f"{1e3 * model['step_s']:,.1f} ms"))
+    if steps:
+        found.append(("sent in a step", f"{sent / steps / 1e6:,.3f} MB"))
+    found.append(("sent so far", f"{sent / 1e6:,.2f} MB"))
+    if model.get("ratio"):
+        found.append(("fp32 would send", f"{model['ratio']:.2f} times that"))
+    seconds = model.get("seconds") or {}
+    for part in PARTS:
+        if seconds.get(part) is not None:
+            found.append((part, f"{seconds[part]:,.3f} s"))
+    if model.get("overlap") is not None:
+        found.append(("overlap", f"{100 * model['overlap']:.0f} %"))
+    return found
+
+
+def _duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{max(0.0, seconds):.1f} s" if whole < 10 else f"{whole} s"
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"

@@ -1,0 +1,213 @@
+"""What every worker of `thinwire launch` runs: the script, with every DDP model it makes attached.
+
+    python -m thinwire.integrations.launched JOB [ARGUMENT ...]
+
+`DistributedDataParallel` itself stays what it is: only two of its methods are wrapped, so that `isinstance`,
+subclasses and `from torch.nn.parallel import DistributedDataParallel as DDP` work as always. A model is given
+to `thinwire.attach` when it has been made. If the script then registers a hook of its own, or calls
+`thinwire.attach` itself, that one is used from then on, and a line says so.
+"""
+
+import functools
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.integrations.ddp import Slot, attach
+from thinwire.integrations.launch import Job
+from thinwire.integrations.status import Writer, brief
+from thinwire.integrations.summary import headline
+from thinwire.integrations.wire import Wire
+
+NOT_MADE = "the script made no DistributedDataParallel model in this process"
+ALONE = "there is one process only, which sends nothing; start more with --nproc-per-node"
+OWN_HOOK = "DDP registered a hook of its own, for mixed precision or for an optimizer in the backward pass"
+OTHERS = "the script uses a hook of its own"
+HIDDEN = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+@dataclass(eq=False)
+class Hook:
+    """Whose hook a model runs: ours, until the script registers another or attaches again."""
+
+    state: Any
+    function: Callable[[Any, Any], Any]
+    ours: Wire | None = None
+    is_scripts: bool = False
+    last: Mapping[str, Any] | None = None  #: statistics of a model that is gone
+
+    def wire(self) -> Wire | None:
+        """What is attached; None if the hook is not one of thinwire's."""
+        found = self.state.wire if isinstance(self.state, Slot) else self.state
+        return found if isinstance(found, Wire) else None
+
+    def stats(self) -> Mapping[str, Any] | None:
+        wire = self.wire()
+        return brief(wire) if wire is not None else self.last
+
+    def retire(self) -> None:
+        """The model is gone: keep the numbers, let go of the residuals."""
+        self.last, self.state, self.ours = self.stats(), None, None
+
+
+@dataclass
+class Models:
+    """The models a script makes, and what was done with each."""
+
+    job: Job
+    say: Callable[[str], None]
+    hooks: list[Hook] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  #: why a model was not attached
+    _by_model: "weakref.WeakKeyDictionary[DistributedDataParallel, Hook]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _attaching: bool = False
+    _register: Callable[..., None] = DistributedDataParallel.register_comm_hook
+
+    def install(self) -> None:
+        """From now on, see every model that is made and every hook that is registered."""
+        made, register, models = DistributedDataParallel.__init__, self._register, self
+
+        @functools.wraps(made)
+        def __init__(self: DistributedDataParallel, *args: Any, **options: Any) -> None:  # noqa: N807
+            made(self, *args, **options)
+            models.take(self)
+
+        @functools.wraps(register)
+        def register_comm_hook(self: DistributedDataParallel, state: Any, hook: Any) -> None:
+            models.register(self, state, hook)
+
+        DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+        DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+
+    def take(self, model: DistributedDataParallel) -> None:
+        """Attach to a model that was just made."""
+        if dist.get_world_size(model.process_group) == 1:
+            self.refused.append(ALONE)
+        elif model._comm_hooks:
+            self.refused.append(OWN_HOOK)
+        else:
+            seed = self.job.seed + len(self.hooks)  # models may share names; their random numbers differ
+            self._attaching = True
+            try:
+                wire = attach(model, self.job.codec, seed=seed, shadow=self.job.shadow)
+            finally:
+                self._attaching = False
+            self._by_model[model].ours = wire
+
+    def register(self, model: DistributedDataParallel, state: Any, function: Any) -> None:
+        """A hook is registered: by us, by the script after us, or as if we were not here."""
+        hook = self._by_model.get(model)
+        if self._attaching:
+            hook = Hook(state, function)
+            self._register(model, (self, hook), pass_on)
+            self._by_model[model] = hook
+            self.hooks.append(hook)
+            weakref.finalize(model, hook.retire).atexit = False
+        elif hook is None or hook.is_scripts:
+            self._register(model, state, function)
+        else:
+            model._check_comm_hook(function)
+            hook.state, hook.function = state, function
+            self.yield_to(hook, f"registers {getattr(function, '__qualname__', 'a hook')} itself")
+
+    def yield_to(self, hook: Hook, what: str) -> None:
+        """The script's own hook wins."""
+        hook.is_scripts = True
+        self.say(f"thinwire: the script {what}: that is used, and --codec {self.job.codec} is not")
+
+    def stats(self) -> list[Mapping[str, Any]]:
+        """Of every model that sends through thinwire."""
+        found = [hook.stats() for hook in list(self.hooks)]
+        return [each for each in found if each is not None]
+
+    def summary(self) -> str:
+        """One line for the end of the run."""
+        found = self.stats()
+        if not found:
+            others = [OTHERS for hook in self.hooks if hook.is_scripts]
+            return f"thinwire: nothing was attached: {(others + self.refused + [NOT_MADE])[0]}"
+        sent, full = (sum(each[key] for each in found) for key in ("sent_nbytes", "fp32_nbytes"))
+        return headline(
+            {
+                "policy": ", ".join(dict.fromkeys(each["policy"] for each in found)),
+                "steps": max(each["steps"] for each in found),
+                "sent_nbytes": sent,
+                "fp32_nbytes": full,
+                "ratio": full / sent if sent else 1.0,
+            }
+        )
+
+
+def pass_on(
+    state: tuple[Models, Hook],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The hook DDP knows: it calls the one that counts."""
+    models, hook = state
+    if not hook.is_scripts and hook.wire() is not hook.ours:
+        models.yield_to(hook, "calls thinwire.attach itself")
+    return hook.function(hook.state, bucket)
+
+
+def run(job: Job) -> None:
+    """The script, as Python itself would run it."""
+    place = Path.cwd() if job.module else Path(job.script).resolve().parent
+    if not sys.flags.safe_path:
+        sys.path[0] = str(place)
+    sys.argv = [job.script, *job.arguments]
+    if job.module:
+        runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(Path(job.script).absolute()), run_name="__main__")
+
+
+def main(words: list[str]) -> None:
+    """Attach, run, and have rank 0 say what was sent, however the script ends."""
+    job = Job.from_words(words)
+    is_first = os.environ.get("RANK", "0") == "0"
+    sys.excepthook = _without_our_frames(sys.excepthook)
+    models = Models(job, _say if is_first else lambda _line: None)
+    models.install()
+    writer = Writer(Path(job.status), models.stats) if is_first and job.status else None
+    if writer:
+        writer.start()
+    try:
+        run(job)
+    finally:
+        models.say(models.summary())
+        if writer:
+            writer.stop()
+
+
+def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
+    """A traceback that begins where the script does; without any frame if the script never began."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        first = trace
+        while first and first.tb_frame.f_code.co_filename in HIDDEN:
+            first = first.tb_next
+        if first or isinstance(error, SyntaxError | ImportError):
+            error.__traceback__ = first
+        show(kind, error, error.__traceback__)
+
+    return hook
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

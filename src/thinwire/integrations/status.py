@@ -1,0 +1,219 @@
+"""What a launched job does right now, as one small JSON file: rank 0 writes it, `thinwire watch` reads it.
+
+The launcher makes the file, rank 0 replaces it at most twice a second from a thread of its own, and the
+launcher marks it when the job ends. Files are replaced as a whole, so a reader never sees half of one.
+Nothing here talks to other ranks, and a status that cannot be written is no reason to stop a training.
+
+| key | says |
+|---|---|
+| `job`, `script`, `codec`, `host`, `pid` | what was started, and the launcher's process |
+| `state` | `starting`, `running`, `finished` or `failed` |
+| `attempt`, `world` | restarts so far, and ranks |
+| `started`, `updated`, `ended` | seconds since 1970; `ended` and `exit_code` are null until then |
+| `models` | for every model, what `brief` says of its wire |
+"""
+
+import contextlib
+import json
+import math
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import LaunchError
+from thinwire.integrations.wire import Wire
+
+INTERVAL_S = 0.5
+MOST_SHARE = 0.02  #: of the time that looking at numbers may take
+KEPT_S = 24 * 3600.0
+OVER = ("finished", "failed")
+HOW = "start one with: thinwire launch --codec int8 --nproc-per-node 2 train.py"
+
+Status = dict[str, Any]
+
+
+def folder() -> Path | None:
+    """Where this user's jobs are: a folder nobody else can write to; None if there is no such place."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "thinwire" if base else Path(tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError:
+        return None
+    return path if found.st_uid == os.getuid() and not found.st_mode & 0o022 and path.is_dir() else None
+
+
+def brief(wire: Wire) -> Status:
+    """What a wire counts anyway. Unlike `Wire.stats` it looks at no tensor, so training is not disturbed."""
+    meter = wire.meter
+    return {
+        "policy": wire.policy.name,
+        "steps": wire.step,
+        "sent_nbytes": meter.sent_nbytes,
+        "fp32_nbytes": meter.fp32_nbytes,
+        "ratio": meter.fp32_nbytes / meter.sent_nbytes if meter.sent_nbytes else 1.0,
+        "step_s": meter.step_s(),
+        "seconds": meter.seconds(),
+        "overlap": meter.overlap(),
+    }
+
+
+def write(path: Path, status: Mapping[str, Any]) -> bool:
+    """Replace a status file; False if it could not be."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        fresh.write_text(json.dumps(_plain(status), allow_nan=False))
+        fresh.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        return False
+    return True
+
+
+def read(path: Path) -> Status | None:
+    """A status, or None if there is none in this file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "state" in found and "job" in found else None
+
+
+def begin(path: Path, *, job: str, script: str, codec: str) -> None:
+    """The launcher's first word, before there are ranks."""
+    now = time.time()
+    first = {
+        "job": job,
+        "script": script,
+        "codec": codec,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "state": "starting",
+        "attempt": 0,
+        "world": None,
+        "started": now,
+        "updated": now,
+        "ended": None,
+        "exit_code": None,
+        "models": [],
+    }
+    if not write(path, first):
+        raise LaunchError(f"cannot write the status file {path}; give another one with --status FILE")
+
+
+def end(path: Path, code: int) -> None:
+    """The launcher's last word: what rank 0 said last, marked as finished or failed.
+
+    If rank 0 ran on another machine, nothing was said here, and nothing is left.
+    """
+    last = read(path)
+    if last is not None and last["state"] == "starting" and not code:
+        path.unlink(missing_ok=True)
+    elif last is not None:
+        state = "failed" if code else "finished"
+        write(path, {**last, "state": state, "ended": time.time(), "exit_code": code})
+
+
+def state(status: Mapping[str, Any]) -> str:
+    """The state a reader should show: `gone` for a job whose launcher was killed."""
+    if status["state"] in OVER or status.get("host") != socket.gethostname():
+        return str(status["state"])
+    try:
+        os.kill(int(status.get("pid") or 0), 0)
+    except ProcessLookupError:
+        return "gone"
+    except OSError:
+        pass  # somebody else's, and alive
+    return str(status["state"])
+
+
+def jobs() -> list[Path]:
+    """The status files of this user, those of running jobs first, then the newest first."""
+    here = folder()
+    found = [(path, read(path)) for path in here.glob("*.json")] if here else []
+    known = [(path, each) for path, each in found if each is not None]
+    known.sort(key=lambda pair: (state(pair[1]) in ("starting", "running"), pair[1]["started"]), reverse=True)
+    return [path for path, _ in known]
+
+
+def find(which: str | None = None) -> Path:
+    """A job's status file, by its path or its name; without a name, the newest that runs, or that ran."""
+    known = jobs()
+    if which is None:
+        if not known:
+            raise LaunchError(f"no job runs or ran here; {HOW}")
+        return known[0]
+    for path in (Path(which), *(each for each in known if each.stem == which)):
+        if read(path) is not None:
+            return path
+    listed = f"jobs are: {', '.join(each.stem for each in known)}" if known else f"no job runs or ran; {HOW}"
+    raise LaunchError(f"'{which}' is no job and no status file; {listed}")
+
+
+def clean() -> None:
+    """Remove what jobs left that ended, or died, more than a day ago."""
+    here = folder()
+    old = time.time() - KEPT_S
+    for path in [*here.glob("*.json"), *here.glob("*.new")] if here else []:
+        with contextlib.suppress(OSError):
+            found = read(path)
+            if path.stat().st_mtime < old and (found is None or state(found) in (*OVER, "gone")):
+                path.unlink()
+
+
+class Writer:
+    """Rank 0's thread: looks at statistics now and then, and writes them down."""
+
+    def __init__(self, path: Path, look: Callable[[], list[Mapping[str, Any]]]):
+        self._path, self._look = path, look
+        self._first = read(path) or {"job": path.stem, "started": time.time()}
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="thinwire status", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and write the last numbers."""
+        self._enough.set()
+        self._thread.join(timeout=5.0)
+        self._write()
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._enough.wait(pause):
+            begun = time.perf_counter()
+            self._write()
+            pause = max(INTERVAL_S, (time.perf_counter() - begun) / MOST_SHARE)
+
+    def _write(self) -> None:
+        try:
+            models = self._look()
+        except (RuntimeError, ValueError, LookupError):  # dictionaries grow while they are looked at
+            return
+        facts = {
+            "state": "running",
+            "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "world": int(os.environ.get("WORLD_SIZE", "1")),
+            "updated": time.time(),
+            "models": models,
+        }
+        write(self._path, {**self._first, **facts})
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say; numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int | bool) else str(value)

@@ -1,0 +1,3 @@
+"""A module beside a script."""
+
+MESSAGE = "this is the script's own error"

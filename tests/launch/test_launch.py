@@ -1,0 +1,205 @@
+"""Scripts that know nothing of thinwire run with it; restarts, errors and exit codes are as with torchrun."""
+
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from thinwire import cli
+from thinwire.errors import LabError, LaunchError, PolicyError
+from thinwire.integrations import launch as library
+from thinwire.integrations import status
+from thinwire.lab import Lab
+
+FOLDER = Path(__file__).parent
+SCRIPTS = FOLDER.parents[1] / "examples" / "scripts"
+OWN = FOLDER / "scripts"
+TWO = ("--nproc-per-node", "2")
+WEIGHTS = re.compile(r"rank (\d) weights ([0-9a-f]{16})")
+pytestmark = pytest.mark.timeout(200)
+
+
+def losses(text):
+    return [float(each) for each in re.findall(r"loss ([0-9.]+)", text)]
+
+
+def check_training(ended, policy="int8"):
+    """It went well, the loss fell, bytes were saved, and both ranks hold the same bits."""
+    assert ended.code == 0, ended.err[-3000:]
+    weights = dict(WEIGHTS.findall(ended.out))
+    assert weights.keys() == {"0", "1"}, ended.out
+    assert weights["0"] == weights["1"]
+    assert losses(ended.out)[-1] < 0.75 * losses(ended.out)[0], ended.out
+    said = re.search(rf"thinwire: {policy}: (\d+) steps, .* \((.*)x fewer\)", ended.out + ended.err)
+    assert said, ended.err
+    assert int(said[1]) > 20
+    assert float(said[2]) > 2
+
+
+def test_a_trainer_with_snapshots(launch, tmp_path):
+    words = ("--codec", "int8", *TWO, SCRIPTS / "multigpu_torchrun.py", "3", "1", "--snapshot_path")
+    check_training(launch(*words, tmp_path / "snapshot.pt"))
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["EPOCHS_RUN"] == 3
+
+
+def test_a_main_with_train_and_validate(launch, runtime):
+    ended = launch(*TWO, "--codec=int8", "--standalone", SCRIPTS / "digits_main.py", "--epochs", "1", "-p5")
+    check_training(ended)
+    assert "Acc@1" in ended.out
+    (path,) = runtime.iterdir()
+    assert path.name.startswith("digits_main-")
+    assert status.read(path)["state"] == "finished"
+
+
+def test_gradient_accumulation_while_somebody_watches(begin, finish, tmp_path):
+    path = tmp_path / "status.json"
+    started = begin("-m", "thinwire", "launch", *TWO, "--status", path, SCRIPTS / "gpt_train.py")
+    end, found = time.monotonic() + 60, {}
+    while time.monotonic() < end and started.poll() is None and not (found and found["models"]):
+        found = status.read(path)
+        time.sleep(0.05)
+    watched = json.loads(CliRunner().invoke(cli.app, ["watch", str(path), "--once", "--json"]).stdout)
+    assert (watched["state"], watched["world"], watched["codec"]) == ("running", 2, "int8")
+    check_training(finish(started))
+    (model,) = status.read(path)["models"]
+    assert model["steps"] == 30
+    assert model["ratio"] > 2
+    shown = CliRunner().invoke(cli.app, ["watch", str(path), "--once"]).stdout
+    for text in ("finished", "2 ranks", "step time", "encode", "overlap", "times that"):
+        assert text in shown
+
+
+def test_in_the_lab(launch):
+    """Throttled where a lab can be made, else on loopback."""
+    where = ("--link", "1gbit")
+    try:
+        with Lab(hosts=1):
+            pass
+    except LabError:
+        where = ("--loopback",)
+    ended = launch("--hosts", "2", *where, "--codec", "int8", SCRIPTS / "ddp_tutorial.py")
+    check_training(ended)
+    assert "2 ranks, loopback" in ended.err or "2 hosts, 1gbit links" in ended.err
+
+
+def test_a_killed_worker_resumes_with_its_residuals(launch, tmp_path):
+    """Loss, parameters and residuals are those of a run without a break, bit for bit."""
+    ended = launch(*TWO, "--max-restarts", "2", OWN / "resume.py", tmp_path, "8")
+    assert ended.code == 0, ended.err[-3000:]
+    assert ended.out.count("begins at 6") == 2
+    found = [json.loads(each) for each in re.findall(r"{.*?}", ended.out)]
+    assert {each["rank"] for each in found} == {0, 1}
+    for each in found:
+        assert each["resumed"] == each["whole"]
+    assert "the script calls thinwire.attach itself" in ended.err
+
+
+def test_modules_run_the_scripts_own_hook_wins_and_exit_codes_pass_through(launch, runtime):
+    ended = launch(*TWO, "--codec", "int4", "-m", "own_hooks", "--flag", "-m", "x y", cwd=OWN)
+    assert ended.out.count("done") == 2, ended.err[-3000:]
+    assert ended.out.count("register_comm_hook or register_builtin_comm_hook can only be") == 2
+    assert ended.err.count("thinwire: the script registers noted itself") == 1
+    assert "thinwire: int4: 2 steps" in ended.err
+    assert ended.code == 7
+    assert re.search(r"thinwire: rank \d failed first, with exit code 7", ended.err)
+    (path,) = runtime.iterdir()
+    found = status.read(path)
+    assert (found["state"], found["exit_code"], len(found["models"])) == ("failed", 7, 2)
+
+
+def test_a_worker_runs_the_script_as_python_does(begin, finish, monkeypatch):
+    script = str(Path("scripts") / "no_ddp.py")
+    monkeypatch.chdir(FOLDER)
+    job = library.Job(script, ("--codec", "x"))
+    ended = finish(begin("-m", library.WORKER, *job.words()))
+    facts = json.loads(ended.out)
+    assert facts["argv"][1:] == ["--codec", "x"]
+    assert facts["name"] == "no_ddp.py"
+    assert (facts["file"], facts["path"]) == (str(OWN / "no_ddp.py"), str(OWN))
+    assert ended.code == 1
+    assert "thinwire: nothing was attached: the script made no DistributedDataParallel" in ended.err
+    trace = ended.err[ended.err.index("Traceback") :]
+    assert trace.splitlines()[1] == f'  File "{OWN / "no_ddp.py"}", line 18, in <module>'
+    assert trace.endswith('KeyError: "this is the script\'s own error"\n')
+
+
+def test_a_signal_ends_the_job(begin, finish, runtime, tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; print('here', flush=True); time.sleep(60)")
+    started = begin("-m", "thinwire", "launch", script)
+    assert started.stdout.readline() == "here\n"
+    started.send_signal(signal.SIGTERM)
+    assert finish(started, 30).code == 128 + signal.SIGTERM
+    (path,) = runtime.iterdir()
+    assert status.read(path)["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        (["--codek", "int8", __file__], LaunchError, "--codek is no option .* did you mean --codec?"),
+        (["--nproc-per-nod=2", __file__], LaunchError, "did you mean --nproc-per-node?"),
+        (["--wrong", __file__], LaunchError, "--wrong is no option of thinwire launch, nor of torchrun"),
+        (["--codec", "intt8", __file__], PolicyError, "'intt8' is no recipe"),
+        (["--codec", "none.toml", __file__], PolicyError, "cannot read the policy none.toml"),
+        (["--codec"], LaunchError, "--codec: expected one argument"),
+        (["--seed", "x", __file__], LaunchError, "--seed: invalid int value: 'x'"),
+        (["--shadow", "-1", __file__], LaunchError, "--shadow -1"),
+        (["--codec", "int8"], LaunchError, "no script to run; as in: thinwire launch"),
+        (["nowhere.py"], LaunchError, "there is no script 'nowhere.py'"),
+        (["--no-python", __file__], LaunchError, "--no-python does not apply"),
+        (["--link", "1gbit", __file__], LaunchError, "say how many hosts"),
+        (["--hosts", "2", *TWO, __file__], LaunchError, "--nproc-per-node is torchrun's and does not apply"),
+        (["--hosts", "2", "--standalone", __file__], LaunchError, "--standalone is torchrun's"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(words, kind, said):
+    with pytest.raises(kind, match=said) as found:
+        library.parse(words)
+    assert "\n" not in str(found.value)
+
+
+def test_words_find_their_owner():
+    words = [
+        "--max-restarts=2",
+        "--codec",
+        "auto",
+        *TWO,
+        "--seed",
+        "5",
+        "-m",
+        "pkg.mod",
+        "--codec",
+        "x",
+        "--",
+        "y",
+    ]
+    plan = library.parse(words)
+    assert (plan.job.codec, plan.job.seed, plan.job.module, plan.job.script) == ("auto", 5, True, "pkg.mod")
+    assert plan.job.arguments == ("--codec", "x", "--", "y")
+    assert (plan.torchrun.max_restarts, plan.torchrun.nproc_per_node) == (2, "2")
+    assert library.Job.from_words(plan.job.words()) == plan.job
+    assert library.parse(["--hosts", "2", "--link", "1gbit", __file__]).hosts == 2
+
+
+def test_help_is_about_our_options():
+    for words in (["launch"], ["launch", "--help"]):
+        shown = CliRunner().invoke(cli.app, words)
+        assert shown.exit_code == 0
+        assert "--codec CODEC" in shown.stdout
+        assert "torchrun --help" in shown.stdout
+
+
+def test_a_wrong_lab_leaves_no_job(runtime, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["thinwire", "launch", "--hosts", "2", "--link", "fast", __file__])
+    with pytest.raises(SystemExit) as found:
+        cli.main()
+    assert found.value.code == 2
+    assert "'fast' is no rate" in capsys.readouterr().err
+    assert list(runtime.iterdir()) == []

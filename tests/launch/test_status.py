@@ -1,0 +1,164 @@
+"""Status files: written whole, found by name, marked at the end, cleaned up when old."""
+
+import io
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from thinwire import cli
+from thinwire.cli import watch
+from thinwire.errors import LaunchError
+from thinwire.integrations import status
+
+MODEL = {
+    "policy": "int8",
+    "steps": 1000,
+    "sent_nbytes": 26_000_000,
+    "fp32_nbytes": 100_000_000,
+    "ratio": 3.846,
+    "step_s": 0.0123,
+    "seconds": {"encode": 1.0, "wire": 2.0, "decode": 3.0, "wait": 0.5},
+    "overlap": 0.9,
+}
+
+
+def begin(path, **changes):
+    status.begin(path, job=path.stem, script="train.py", codec="int8")
+    status.write(path, {**status.read(path), **changes})
+    return path
+
+
+def drawn(found, now):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(watch.panel(found, now))
+    return console.file.getvalue()
+
+
+def test_without_jobs_it_says_how_to_start_one():
+    with pytest.raises(LaunchError, match="no job runs or ran here; start one with: thinwire launch"):
+        status.find()
+    with pytest.raises(LaunchError, match="'x' is no job and no status file; no job runs"):
+        status.find("x")
+
+
+def test_jobs_are_found_by_name_by_path_and_by_being_newest(tmp_path):
+    here = status.folder()
+    begin(here / "old-1.json", started=1.0)
+    begin(here / "new-2.json", started=2.0)
+    begin(here / "ended-3.json", started=3.0, state="running")
+    status.end(here / "ended-3.json", 0)
+    begin(here / "gone-4.json", started=4.0, pid=2**22 + 1)
+    (here / "rubbish.json").write_text("{")
+    assert [path.stem for path in status.jobs()] == ["new-2", "old-1", "gone-4", "ended-3"]
+    assert status.find().stem == "new-2"
+    assert status.find("ended-3").stem == "ended-3"
+    other = begin(tmp_path / "other.json")
+    assert status.find(str(other)) == other
+    with pytest.raises(LaunchError, match="'nothing' is no job and no status file; jobs are: new-2, old-1"):
+        status.find("nothing")
+
+
+def test_nothing_is_left_where_rank_0_was_not():
+    path = begin(status.folder() / "other-node.json")
+    status.end(path, 0)
+    assert not path.exists()
+
+
+def test_old_jobs_are_cleaned_and_running_ones_kept():
+    here = status.folder()
+    for name, changes in (("runs", {}), ("gone", {"pid": 2**22 + 1}), ("ended", {}), ("fresh", {})):
+        begin(here / f"{name}.json", **changes)
+    for name in ("ended", "fresh"):
+        status.end(here / f"{name}.json", 1)
+    (here / "half.json.7.new").write_text("{")
+    for path in here.iterdir():
+        if path.stem != "fresh":
+            os.utime(path, (0, 0))
+    status.clean()
+    assert sorted(path.stem for path in here.iterdir()) == ["fresh", "runs"]
+
+
+def test_a_folder_others_can_write_to_is_not_used(tmp_path):
+    (tmp_path / "thinwire").mkdir()
+    (tmp_path / "thinwire").chmod(0o777)
+    assert status.folder() is None
+    assert status.jobs() == []
+
+
+def test_a_status_that_cannot_be_written_stops_the_launcher_but_not_a_training(tmp_path):
+    path = tmp_path / "nowhere" / "x.json"
+    with pytest.raises(LaunchError, match=r"cannot write the status file .* --status FILE"):
+        begin(path)
+    writer = status.Writer(path, lambda: [MODEL])
+    writer.start()
+    writer.stop()
+
+
+def test_the_writer_follows_the_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "INTERVAL_S", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    path, looked, models = begin(tmp_path / "job.json"), threading.Event(), [dict(MODEL, steps=1)]
+
+    def look():
+        if models[0]["steps"] == 3:
+            looked.set()
+            raise RuntimeError("deque mutated during iteration")
+        return models
+
+    writer = status.Writer(path, look)
+    writer.start()
+    for steps in (2, 3):
+        models[0]["steps"] = steps
+        time.sleep(0.05)
+    assert looked.wait(5)
+    models[0]["steps"] = 4
+    writer.stop()
+    found = status.read(path)
+    assert (found["state"], found["world"], found["models"][0]["steps"]) == ("running", 4, 4)
+    status.end(path, 0)
+    found = status.read(path)
+    assert (found["state"], found["exit_code"], found["models"][0]["steps"]) == ("finished", 0, 4)
+    assert list(tmp_path.glob("*.new")) == []
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    status.write(tmp_path / "x.json", {"a": float("nan"), "b": [float("inf"), 1], "c": {1: (2.5, "x", True)}})
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found == {"a": None, "b": [None, 1], "c": {"1": [2.5, "x", True]}}
+
+
+def test_pictures(tmp_path):
+    path = begin(
+        tmp_path / "job.json", started=1000.0, updated=1100.0, models=[MODEL], state="running", world=2
+    )
+    found = status.read(path)
+    shown = drawn(found, 1101.5)
+    for text in (
+        "job: train.py, int8", "running, 2 ranks, for 1 min 42 s, updated 1.5 s ago", "1,000", "12.3 ms",
+        "0.026 MB", "3.85 times that", "encode", "90 %",
+    ):  # fmt: skip
+        assert text in shown
+    assert "late" not in shown
+    assert "late: the script may hang" in drawn(found, 1200.0)
+    assert "restart 2" in drawn({**found, "attempt": 2}, 1101.0)
+    ended = {**found, "state": "failed", "exit_code": 3, "ended": 1101.0}
+    assert "failed, exit code 3, 2 ranks, for 1 min 41 s, ended 1 h 0 min ago" in drawn(ended, 4701.0)
+    assert "no model is attached yet" in drawn({**found, "models": []}, 1101.0)
+    assert "nothing was attached" in drawn({**ended, "models": []}, 1101.0)
+    bare = {"policy": "x", "steps": 0, "sent_nbytes": 0, "ratio": 1.0, "step_s": None, "overlap": None}
+    assert "step time" not in drawn({**found, "models": [bare]}, 1101.0)
+
+
+def test_a_launcher_that_was_killed_is_gone_on_this_host_only(tmp_path):
+    path = begin(tmp_path / "job.json", state="running", pid=2**22 + 1)
+    assert status.state(status.read(path)) == "gone"
+    assert status.state({**status.read(path), "host": "elsewhere"}) == "running"
+    assert status.read(path)["host"] == socket.gethostname()
+    shown = CliRunner().invoke(cli.app, ["watch", str(path), "--json"])
+    assert json.loads(shown.stdout)["state"] == "gone"
