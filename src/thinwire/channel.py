@@ -125,7 +125,9 @@ class Channel:
         if not self._codec.feedback:
             return {}
         slots = [slot for slot in self.residuals if slot == name or slot.startswith((f"{name}/", f"{name}["))]
-        return {slot: self._held(slot) for slot in slots if self.residuals[slot].numel() and slot[-2:] != "/q"}
+        return {
+            slot: self._held(slot) for slot in slots if self.residuals[slot].numel() and slot[-2:] != "/q"
+        }
 
     def largest_owed(self, name: str) -> Tensor | None:
         """The largest magnitude of them."""

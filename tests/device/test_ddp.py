@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 RECIPES = ("fp32", "fp16", "int8", "int4", "fp8", "aps8", "qsgd4", "onebit", "mstopk", "powersgd", "auto")
-STEPS = 16
+STEPS = 20
 
 
 def start(work, world, *args):

@@ -166,7 +166,12 @@ def foreign_states(rank, world):
     raises(InputError, "version 9", wire.load_state_dict, {**wire.state_dict(), "version": 9})
     other = {**wire.state_dict(), "policy": "name = 'x'"}
     raises(InputError, "another policy", wire.load_state_dict, other)
-    raises(InputError, f"of {world}: each rank loads its own", wire.load_state_dict, {**wire.state_dict(), "world": 99})
+    raises(
+        InputError,
+        f"of {world}: each rank loads its own",
+        wire.load_state_dict,
+        {**wire.state_dict(), "world": 99},
+    )
     raises(InputError, "DistributedDataParallel", thinwire.attach, Net())
     raises(PolicyError, "no recipe", thinwire.attach, model(), "intt8")
     return net

@@ -1,4 +1,4 @@
-"""Residuals in a distributed checkpoint: as many ranks go on with the same bits, others with the same debts."""
+"""Residuals in a distributed checkpoint: as many ranks go on with the same bits, others with the debts."""
 
 import pytest
 import torch

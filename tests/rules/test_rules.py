@@ -32,7 +32,8 @@ LONG = {
 
 def test_public_names_are_pinned():
     assert sorted(thinwire.__all__) == [
-        "Channel", "CodecError", "CommError", "DataError", "Disagreement", "FormatError", "InputError", "LabError",
+        "Channel", "CodecError", "CommError", "DataError", "Disagreement", "FormatError", "InputError",
+        "LabError",
         "MissingDependencyError", "Policy", "PolicyError", "Rounding", "ScheduleError", "Stream",
         "ThinwireError",
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",

@@ -1,9 +1,9 @@
 """Choosing a recipe by measuring: the fastest whose error is inside a budget, and float32 if that is as fast.
 
-    step 1        plain float32; DDP makes its buckets
-    steps 2 - 5   plain float32, timed: how long a step takes, when each bucket is ready
-    then          every candidate sends these very buckets over this very link, twice; the second time counts
-    steps 6 - 11  the fastest predicted one, timed; if it is no faster than float32 was, the next one
+    steps 1 - 2    plain float32; DDP makes its buckets
+    steps 3 - 8    plain float32, timed: how long a step takes, when each bucket is ready
+    then           every candidate sends these very buckets over this very link, twice; the second time counts
+    steps 9 - 14   the fastest predicted one, timed; if it is slower than float32 was, the next one
 
 A prediction starts from the measured float32 step and replaces what depends on the codec: how long buckets
 are on their way, and the processor time which that takes from the backward pass where there is no core to
@@ -33,9 +33,11 @@ from thinwire.rounding import Stream
 log = logging.getLogger(__name__)
 CANDIDATES = ("fp32", "fp16", "int8", "int4", "onebit")
 BUDGET = 0.2  #: relative error of a gradient after one round trip
-FIRST, LAST = 2, 5  #: steps that are timed in float32
+FIRST, LAST = 3, 8  #: steps that are timed in float32
 TRIAL = 5  #: steps that a choice is timed, after one that is not
 SLOWER = 1.02  #: than float32: then the choice was wrong
+GAIN = 0.97  #: of a float32 step: a gain that is worth an error
+NEAR = 1.02  #: of the fastest: then the finest one is taken
 
 Bucket = tuple[list[tuple[Tensorlike, Tensor]], Tensor]
 
@@ -72,6 +74,10 @@ class Cost:
     wall_s: float
     cpu_s: float  #: of this process, in all its threads
 
+    def load(self, crowd: float) -> float:
+        """The share of a core that it takes."""
+        return min(1.0, self.cpu_s * crowd / self.wall_s) if self.wall_s else 0.0
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -87,28 +93,29 @@ class Candidate:
     cpu_s: float = 0.0
 
 
+def slowdown(profile: Profile, cost: Cost, crowd: float) -> float:
+    """By how much communication stretches a backward pass that it shares a core with.
+
+    A crowd is ranks to a core; 0: there are cores to spare.
+    """
+    last, whole = profile.ready_s[-1], sum(profile.nbytes) or 1
+    beside = min(last, cost.wall_s * sum(profile.nbytes[:-1]) / whole)
+    return 1 + cost.load(crowd) * beside / last if last else 1.0
+
+
 def communication_end(profile: Profile, cost: Cost, crowd: float = 0.0) -> float:
     """When the last bucket is back, counted from the first one's arrival.
 
-    Buckets are on their way one after another, each for its share of the whole time. With a crowd (ranks to
-    a core; 0: cores to spare) what runs during the backward pass slows it down and is slowed down by it.
+    Buckets are on their way one after another, each for its share of the whole time, and for longer beside a
+    backward pass that wants the same core. The profile is that of a backward pass with nothing beside it.
     """
     whole, at = sum(profile.nbytes) or 1, 0.0
-    hidden = sum(profile.nbytes[:-1]) / whole * cost.cpu_s * crowd
-    last = profile.ready_s[-1]
-    slower = 1 + min(1.0, hidden / last) if last else 1.0
+    slower = slowdown(profile, cost, crowd)
     for ready, nbytes in zip(profile.ready_s, profile.nbytes, strict=True):
-        begins, share = max(at, ready * slower), nbytes / whole
-        at = begins + share * (cost.wall_s + (cost.cpu_s * crowd if begins < last * slower else 0.0))
+        begins, takes = max(at, ready * slower), cost.wall_s * nbytes / whole
+        beside = min(takes, max(0.0, profile.ready_s[-1] * slower - begins))
+        at = begins + takes + cost.load(crowd) * beside
     return at
-
-
-def alone(profile: Profile, cost: Cost, crowd: float) -> Profile:
-    """The profile as it would be without the communication that ran beside it."""
-    hidden = sum(profile.nbytes[:-1]) / (sum(profile.nbytes) or 1) * cost.cpu_s * crowd
-    last = profile.ready_s[-1]
-    faster = 1 - min(0.5, hidden / last) if last else 1.0
-    return replace(profile, ready_s=tuple(each * faster for each in profile.ready_s))
 
 
 def predict(profile: Profile, fp32: Cost, other: Cost, crowd: float = 0.0) -> float:
@@ -118,7 +125,8 @@ def predict(profile: Profile, fp32: Cost, other: Cost, crowd: float = 0.0) -> fl
     >>> round(predict(link, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)
     0.4
     """
-    pure = alone(profile, fp32, crowd)
+    seen = slowdown(profile, fp32, crowd)
+    pure = replace(profile, ready_s=tuple(each / seen for each in profile.ready_s))
     before, after = (communication_end(pure, cost, crowd) for cost in (fp32, other))
     return max(profile.step_s - before + after, 1e-6)
 
@@ -220,9 +228,12 @@ class Pilot:
 
     def _next(self) -> str:
         """The fastest that is allowed and was not tried in vain."""
-        left = [row for row in self.rows if row.allowed and row.codec not in self.tried] or self.rows[:1]
-        best, fp32 = min(left, key=lambda row: row.predicted_step_s), self.rows[0]
-        return best.codec if best.predicted_step_s < fp32.predicted_step_s else fp32.codec
+        fp32 = self.rows[0]
+        left = [row for row in self.rows if row.allowed and row.codec not in self.tried] or [fp32]
+        fastest = min(row.predicted_step_s for row in left)
+        near = [row for row in left if row.predicted_step_s <= NEAR * fastest]
+        best = min(near, key=lambda row: row.error)
+        return best.codec if best.predicted_step_s < GAIN * fp32.predicted_step_s else fp32.codec
 
     def _take(self, line: Line, name: str) -> None:
         self.chosen, self._since = name, line.step

@@ -128,7 +128,11 @@ def codec_of(channel: Channel) -> Codec:
 
 def shaped(channel: Channel, codec: Codec) -> Channel:
     """The same memory, with the codec for one tensor's shape."""
-    return channel if codec == channel.codec else Channel(codec, channel.residuals, channel.shapes, channel.clock)
+    return (
+        channel
+        if codec == channel.codec
+        else Channel(codec, channel.residuals, channel.shapes, channel.clock)
+    )
 
 
 def stream_of(rng: Stream | None, here: Place) -> Stream:
