@@ -8,9 +8,9 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 
 help:
 	@echo "make demo   training over a slow link, codec by codec: a table and demo.html (six minutes the first time)"
-	@echo "make test   every test (eight minutes on two cores)"
+	@echo "make test   every test (about fourteen minutes on two cores)"
 	@echo "make check  lint, format, types, layers"
-	@echo "make bench  speed of formats, codecs and collectives beside others (twenty minutes; links need root)"
+	@echo "make bench  speed of formats, codecs, collectives and training beside others (45 minutes; links need root)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"
 
 .venv/.made:
@@ -55,6 +55,9 @@ bench: .venv/.peers
 	$(BIN)/thinwire bench formats --save benchmarks/results
 	$(BIN)/thinwire bench codecs --save benchmarks/results
 	$(BIN)/thinwire bench collectives --save benchmarks/results
+	$(BIN)/thinwire bench training --save benchmarks/results
+	$(BIN)/thinwire study convergence --save benchmarks/results
+	$(BIN)/thinwire demo --fresh --save benchmarks/results
 	@$(MAKE) --no-print-directory docs
 
 docs: .venv/.dev

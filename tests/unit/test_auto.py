@@ -78,7 +78,8 @@ class FakeWire:
             pilot.begin_step(self)
             self.meter.arrive()
             pilot.see(self, [(Tensorlike("w", "weight", (100, 200)), gradient.view(100, 200))], gradient)
-            self.now += self.steps_s["real"][self.codec]
+            takes = self.steps_s["real"][self.codec]
+            self.now += takes(self.step) if callable(takes) else takes
             self.meter.done(self.meter.step)
 
 
@@ -120,6 +121,22 @@ def test_a_gain_within_the_noise_is_not_worth_an_error(monkeypatch):
     wire, pilot = FakeWire({"probe": slow, "real": {"fp32": 1.0}}, monkeypatch), Pilot()
     wire.train(pilot, 30)
     assert pilot.chosen == "fp32"
+
+
+def test_steps_that_still_get_faster_are_waited_for(monkeypatch):
+    """Float32 steps take 2 s at first and 1 s from the 15th on."""
+    real = {"fp32": lambda step: max(1.0, 2.0 - step / 15), "int4": 0.3}
+    wire, pilot = FakeWire({"probe": PROBES, "real": real}, monkeypatch), Pilot()
+    wire.train(pilot, 50)
+    assert pilot.fp32_step_s == pytest.approx(1.0)
+    assert (pilot.chosen, pilot.settled) == ("int4", True)
+
+
+def test_waiting_has_an_end(monkeypatch):
+    real = dict.fromkeys(PROBES, 0.01) | {"fp32": lambda step: 0.97**step}
+    wire, pilot = FakeWire({"probe": PROBES, "real": real}, monkeypatch), Pilot()
+    wire.train(pilot, 60)
+    assert pilot.settled
 
 
 def test_what_is_slower_in_use_is_dropped(monkeypatch):

@@ -147,6 +147,15 @@ def test_the_headline_prefers_a_codec_that_keeps_the_accuracy():
     assert re.match(r"onebit trains .* ends at a lower accuracy", lossy["headline"])
 
 
+def test_the_headline_prefers_what_is_known_to_what_may_be():
+    """The faster codec's seeds scatter too much to call its accuracy the same."""
+    base = [with_accuracy("fp32", seed, 0.9) for seed in range(3)]
+    sure = [with_accuracy("int8", seed, each) for seed, each in enumerate((0.9, 0.902, 0.901))]
+    unsure = [with_accuracy("onebit", seed, each) for seed, each in enumerate((0.89, 0.9, 0.89))]
+    assert report.summarize(base + sure + unsure)["headline"].startswith("int8 trains")
+    assert report.summarize(base + unsure)["headline"].startswith("onebit trains")
+
+
 def test_auto_names_what_it_chose():
     summary = report.summarize(records(codecs=("fp32", "auto")))
     assert summary["headline"].startswith("Auto, which chose int4, trains")

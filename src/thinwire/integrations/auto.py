@@ -1,7 +1,7 @@
 """Choosing a recipe by measuring: the fastest whose error is inside a budget, and float32 if that is as fast.
 
-    steps 1 - 2    plain float32; DDP makes its buckets
-    steps 3 - 8    plain float32, timed: how long a step takes, when each bucket is ready
+    steps 1 - 8    plain float32, timed: how long a step takes, when each bucket is ready; more of them, up
+                   to 29, as long as steps still get faster
     then           every candidate sends these very buckets over this very link, twice; the second time counts
     steps 9 - 14   the fastest predicted one, timed; if it is slower than float32 was, the next one
 
@@ -33,7 +33,9 @@ from thinwire.rounding import Stream
 log = logging.getLogger(__name__)
 CANDIDATES = ("fp32", "fp16", "int8", "int4", "onebit")
 BUDGET = 0.2  #: relative error of a gradient after one round trip
-FIRST, LAST = 3, 8  #: steps that are timed in float32
+FIRST, MOST = 8, 29  #: steps in float32, at least and at most
+LOOK = 3  #: steps between looks at whether they still get faster
+STEADY = 0.96  #: of the time of the steps before: then they do not
 TRIAL = 5  #: steps that a choice is timed, after one that is not
 SLOWER = 1.02  #: than float32: then the choice was wrong
 GAIN = 0.97  #: of a float32 step: a gain that is worth an error
@@ -144,13 +146,14 @@ class Pilot:
     measured_step_s: float | None = None
     tried: dict[str, float] = field(default_factory=dict)  #: measured steps, by codec
     profile: Profile | None = None
+    _kept: int = 0  #: the step whose buckets are kept
     _since: int = 0  #: the step at which the choice began
     _buckets: list[Bucket] = field(default_factory=list)
     _ready: list[list[float]] = field(default_factory=list)
 
     def see(self, line: Line, tensors: list[tuple[Tensorlike, Tensor]], buffer: Tensor) -> None:
         """A bucket before it is sent; one step's are kept, to be sent again."""
-        if line.step != LAST or self.settled:
+        if line.step != self._kept:
             return
         copy, first = buffer.detach().clone(), buffer.storage_offset()
         parts = [(t, copy.as_strided(g.size(), g.stride(), g.storage_offset() - first)) for t, g in tensors]
@@ -161,12 +164,21 @@ class Pilot:
         if self.settled:
             return
         last = line.meter.last
-        if FIRST <= line.step - 1 <= LAST and last is not None and last.arrivals:
+        if last is not None and last.arrivals and not self.rows:
             self._ready.append([each - last.arrivals[0] for each in last.arrivals])
-        if line.step == LAST + 1:
+        if self.rows:
+            if line.step == self._since + TRIAL + 1:
+                self._judge(line)
+        elif self._kept:
             self._choose(line)
-        elif self.rows and line.step == self._since + TRIAL + 1:
-            self._judge(line)
+        elif line.step >= FIRST and line.step % LOOK == FIRST % LOOK and self._is_steady(line):
+            self._kept = line.step  # whose buckets are kept, to be sent again
+
+    def _is_steady(self, line: Line) -> bool:
+        """Whether steps have stopped getting faster, as they do at first; the same answer on all ranks."""
+        times = list(line.meter.steps_s)
+        now, before = (statistics.median(each) for each in (times[-LOOK:], times[-2 * LOOK : -LOOK]))
+        return line.agree(torch.tensor([now / before])).item() > STEADY or line.step >= MOST
 
     def _choose(self, line: Line) -> None:
         profile = self._profile(line)
@@ -201,8 +213,9 @@ class Pilot:
 
     def _profile(self, line: Line) -> Profile:
         buckets = len(self._buckets)
-        ready = [each for each in self._ready if len(each) == buckets] or [[0.0] * buckets]
-        steps_s = list(line.meter.steps_s)[-(LAST - FIRST + 1) :]
+        recent = self._ready[-LOOK - 1 :]
+        ready = [each for each in recent if len(each) == buckets] or [[0.0] * buckets]
+        steps_s = list(line.meter.steps_s)[-LOOK - 1 :]
         means = tuple(statistics.median(each) for each in zip(*ready, strict=True))
         nbytes = tuple(buffer.nbytes for _, buffer in self._buckets)
         return Profile(statistics.median(steps_s) if steps_s else 0.0, means, nbytes)

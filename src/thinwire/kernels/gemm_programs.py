@@ -141,7 +141,8 @@ def _leaf(pa, pb, k, K, M, N, rows, columns, pp, offset, PWAY: tl.constexpr, MOG
     """A product, or -0 beyond the last, which changes no sum."""
     near = tl.minimum(k, K - 1).to(tl.int64)
     p = _product(pa + near * M, pb + near * N, rows, columns, pp, offset, PWAY, MOGAMI)
-    return tl.where(k < K, p, -0.0)
+    bits = tl.where(k < K, p.to(tl.int32, bitcast=True), _SIGN)  # Triton makes a literal -0.0 a +0.0
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

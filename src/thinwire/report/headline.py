@@ -10,17 +10,27 @@ BASES = ("fp32", "plain")
 
 
 def headline(setting: dict[str, Any]) -> str:
-    """The fastest codec that keeps the accuracy, or the fastest at all if none does."""
+    """The fastest codec that is known to keep the accuracy; else one that may; else the fastest at all."""
     gain = "speedup" if setting["throttled"] else "ratio"
     others = [each for each in setting["codecs"] if each["codec"] not in BASES]
     rivals = [each for each in others if each[gain] and each["difference"]]
     if not rivals:
         return _alone(setting)
-    good = [each for each in rivals if _keeps(Estimate(**each["difference"]))] or rivals
+    found = [(each, Estimate(**each["difference"])) for each in rivals]
+    same = [each for each, difference in found if _is_same(difference)]
+    good = same or [each for each, difference in found if _keeps(difference)] or rivals
     best = max(good, key=lambda each: each[gain]["mean"])
     ending = _ending(Estimate(**best["difference"]))
     said = f"{_name(best, setting)} {_gain(best, setting)} and {ending}."
     return said[0].upper() + said[1:] if best["codec"] == "auto" else said
+
+
+def _is_same(difference: Estimate) -> bool:
+    """The interval holds zero, and nothing beyond the tolerance."""
+    if difference.interval is None:
+        return False
+    low, high = difference.interval
+    return -TOLERANCE <= low <= 0 <= high <= TOLERANCE
 
 
 def _keeps(difference: Estimate) -> bool:
@@ -54,7 +64,7 @@ def _ending(difference: Estimate) -> str:
     if difference.interval is None:
         return f"ends {_beside(difference.mean)} (one seed, so no spread)"
     low, high = difference.interval
-    if -TOLERANCE <= low <= 0 <= high <= TOLERANCE:
+    if _is_same(difference):
         return f"ends at the same accuracy (difference {found} points)"
     if low <= 0 <= high:
         return f"ends at an accuracy that these seeds cannot tell from it (difference {found} points)"

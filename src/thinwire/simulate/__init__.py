@@ -8,6 +8,8 @@ tensor([[31.2500, 31.2500],
         [31.2500, 31.2500]])
 """
 
+from thinwire.simulate.counters import Counters
 from thinwire.simulate.gemm import Arithmetic, matmul
+from thinwire.simulate.quantizer import Quantizer
 
-__all__ = ["Arithmetic", "matmul"]
+__all__ = ["Arithmetic", "Counters", "Quantizer", "matmul"]
