@@ -192,6 +192,19 @@ class Policy:
             )
         return rows
 
+    def show(self, model: nn.Module, step: int = 0, epoch: int = 0) -> None:
+        """Print `explain` as a table."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("tensor", "role", "shape", "codec", "schedule", "bytes", "rule", box=box.SIMPLE_HEAD)
+        for row in self.explain(model, step, epoch):
+            cells = (row[key] for key in ("name", "role", "shape", "codec", "schedule", "wire_nbytes"))
+            table.add_row(*map(str, cells), row["rule"] + (f" ({row['why']})" if row["why"] else ""))
+        console = Console()
+        Console(width=console.width if console.is_terminal else 160).print(table)
+
     def to_toml(self) -> str:
         """The policy as a file that `load` reads."""
         lines = [f"name = {_spelt(self.name)}"]

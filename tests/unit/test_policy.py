@@ -53,6 +53,15 @@ def test_the_first_rule_wins():
     assert both.route(Tensorlike("head.weight", "weight", (2, 2))).codec == "fp32"
 
 
+def test_a_policy_shows_which_rule_takes_what(capsys):
+    policy.get("int8").show(nn.Sequential(nn.Linear(200, 200), nn.LayerNorm(200)))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "weight" in line]
+    assert "int8/256" in lines[0]
+    assert "everything else" in lines[0]
+    assert "fp32" in lines[1]
+    assert "vectors are few bytes" in lines[1]
+
+
 def test_a_tensor_that_no_rule_takes_is_an_error_that_names_it():
     with pytest.raises(PolicyError, match=r"layers\.0\.weight"):
         Policy("narrow", (Rule("int8/256", role="norm"),)).route(WEIGHT)
