@@ -40,8 +40,10 @@ class Counters:
         found = torch.stack(
             (
                 (finite & ~after.isfinite()).sum(),
-                (finite & ((before > format.max) & (after == format.max))
-                 | finite & ((before < format.min) & (after == format.min))).sum(),
+                (
+                    finite & ((before > format.max) & (after == format.max))
+                    | finite & ((before < format.min) & (after == format.min))
+                ).sum(),
                 ((after == 0) & (before != 0)).sum(),
             )
         )
