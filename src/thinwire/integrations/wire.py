@@ -66,6 +66,7 @@ class Wire:
     step: int = 0  #: of the optimizer, counted by the first bucket of each backward pass that communicates
     epoch: int = 0
     detached: bool = False
+    device: torch.device = torch.device("cpu")  #: of the gradients
     channels: dict[str, Channel] = field(default_factory=dict)  #: by codec
     meter: Meter = field(default_factory=Meter)
     tensors: dict[int, tuple[nn.Parameter, Tensorlike]] = field(default_factory=dict)  #: by identity
@@ -108,10 +109,11 @@ class Wire:
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start sending a bucket, and give a future of its mean."""
+        buffer: Tensor = bucket.buffer()
+        self.device = buffer.device
         if bucket.index() == 0:
             self._begin_step()
         self.meter.arrive()
-        buffer: Tensor = bucket.buffer()
         if buffer.layout != torch.strided:
             raise InputError(
                 "a gradient is sparse; thinwire sends dense ones: use nn.Embedding(sparse=False)"
@@ -143,10 +145,12 @@ class Wire:
             self.pilot.begin_step(self)
 
     def agree(self, numbers: Tensor) -> Tensor:
-        """The mean of everyone's numbers, the same bits on all ranks."""
-        found = numbers.clone()
+        """The mean of everyone's numbers, the same bits on all ranks; sent from where gradients are."""
+        if self.world == 1:
+            return numbers
+        found = numbers.to(self.device, copy=True)
         collectives.all_reduce(found, "fp32", "avg", self.group, "two_shot")
-        return found
+        return found.to(numbers.device)
 
     def _found(self, parameter: nn.Parameter, gradient: Tensor) -> Sent:
         if id(parameter) not in self.tensors:
