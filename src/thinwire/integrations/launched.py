@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.integrations.ddp import Slot, attach
 from thinwire.integrations.launch import Job
-from thinwire.integrations.status import Writer, brief
+from thinwire.integrations.stats import brief
+from thinwire.integrations.status import Writer
 from thinwire.integrations.summary import headline
 from thinwire.integrations.wire import Wire
 

@@ -25,12 +25,24 @@ def describe(wire: "Wire") -> dict[str, Any]:
     `error` is what one round trip through the codec loses, measured every 100 steps; `true_error` that of
     the reduced gradient against float32, in shadow mode. `auto` is what it weighed and chose.
     """
-    meter, climber = wire.meter, wire.climber
+    climber = wire.climber
     layers = {tensor.name: _layer(wire, tensor) for tensor in wire.trained}
     return {
-        "policy": wire.policy.name,
+        **brief(wire),
         "world": wire.world,
         "step": wire.step,
+        "layers": layers,
+        "uncompressed": _uncompressed(layers),
+        "level": climber.ladder.levels[climber.level] if climber else None,
+        "auto": wire.pilot.describe() if wire.pilot is not None else None,
+    }
+
+
+def brief(wire: "Wire") -> dict[str, Any]:
+    """The part that looks at no tensor, so that training is not disturbed, whichever thread asks."""
+    meter = wire.meter
+    return {
+        "policy": wire.policy.name,
         "steps": meter.steps,
         "sent_nbytes": meter.sent_nbytes,
         "fp32_nbytes": meter.fp32_nbytes,
@@ -38,10 +50,6 @@ def describe(wire: "Wire") -> dict[str, Any]:
         "step_s": meter.step_s(),
         "seconds": meter.seconds(),
         "overlap": meter.overlap(),
-        "layers": layers,
-        "uncompressed": _uncompressed(layers),
-        "level": climber.ladder.levels[climber.level] if climber else None,
-        "auto": wire.pilot.describe() if wire.pilot is not None else None,
     }
 
 

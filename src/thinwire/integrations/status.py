@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import LaunchError
-from thinwire.integrations.wire import Wire
 
 INTERVAL_S = 0.5
 MOST_SHARE = 0.02  #: of the time that looking at numbers may take
@@ -47,21 +46,6 @@ def folder() -> Path | None:
     except OSError:
         return None
     return path if found.st_uid == os.getuid() and not found.st_mode & 0o022 and path.is_dir() else None
-
-
-def brief(wire: Wire) -> Status:
-    """What a wire counts anyway. Unlike `Wire.stats` it looks at no tensor, so training is not disturbed."""
-    meter = wire.meter
-    return {
-        "policy": wire.policy.name,
-        "steps": wire.step,
-        "sent_nbytes": meter.sent_nbytes,
-        "fp32_nbytes": meter.fp32_nbytes,
-        "ratio": meter.fp32_nbytes / meter.sent_nbytes if meter.sent_nbytes else 1.0,
-        "step_s": meter.step_s(),
-        "seconds": meter.seconds(),
-        "overlap": meter.overlap(),
-    }
 
 
 def write(path: Path, status: Mapping[str, Any]) -> bool:

@@ -87,10 +87,12 @@ def _mogami(x: Any, y: Any, q: Any) -> Any:
 
 
 def _round(x: Any, p: Any) -> Any:
+    """A name for compiled loops only: Numba puts one of `_choose_round`'s in its place."""
     raise NotImplementedError
 
 
 def _multiply(x: Any, y: Any, q: Any) -> Any:
+    """Likewise, one of `_choose_multiply`'s."""
     raise NotImplementedError
 
 
