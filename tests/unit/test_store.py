@@ -30,6 +30,24 @@ with Store(sys.argv[2]) as store:
         print(seed, flush=True)
 """
 
+OPENERS = """
+import os, sys, time
+from thinwire.study.store import Store
+start = time.monotonic() + 0.1
+children = []
+for _ in range(4):
+    if not (child := os.fork()):
+        for turn in range(100):
+            while time.monotonic() < start + turn * 0.005:
+                pass
+            Store(f"{sys.argv[1]}/{turn}").close()
+        os._exit(0)
+    children.append(child)
+for child in children:
+    if os.waitpid(child, 0)[1]:
+        print("failed")
+"""
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -208,3 +226,11 @@ def test_writers_at_the_same_time_do_not_disturb_each_other(path):
     assert [each.returncode for each in writers] == [0, 0, 0]
     with Store(path) as store:
         assert [each.trial.seed for each in store.records()] == list(range(30))
+
+
+def test_stores_opened_at_the_same_time_are_one(tmp_path):
+    """A file may be seen before it was made a store, or after, never half-way."""
+    opened = subprocess.run(
+        [sys.executable, "-c", OPENERS, tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (opened.stdout, opened.stderr) == ("", "")

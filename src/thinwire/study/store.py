@@ -98,7 +98,8 @@ class Store:
 
     def _open(self) -> None:
         """Know the file for a store, or make it one."""
-        application, version, tables = self._facts()
+        with self._transaction("DEFERRED"):  # one look: another process may be creating it
+            application, version, tables = self._facts()
         if (application, version, tables) == (0, 0, 0):
             self._create()
             return
@@ -123,11 +124,16 @@ class Store:
 
     def _create(self) -> None:
         """All or nothing, and only once if two processes begin at the same time."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        if not self._facts()[2]:
-            self._connection.execute(SCHEMA)
-            self._connection.execute(f"PRAGMA application_id = {APPLICATION}")
-            self._connection.execute(f"PRAGMA user_version = {VERSION}")
+        with self._transaction("IMMEDIATE"):
+            if not self._facts()[2]:
+                self._connection.execute(SCHEMA)
+                self._connection.execute(f"PRAGMA application_id = {APPLICATION}")
+                self._connection.execute(f"PRAGMA user_version = {VERSION}")
+
+    @contextmanager
+    def _transaction(self, kind: str) -> Iterator[None]:
+        self._connection.execute(f"BEGIN {kind}")
+        yield
         self._connection.execute("COMMIT")
 
     @contextmanager
