@@ -10,6 +10,8 @@ tensor([[31.2500, 31.2500],
 
 from thinwire.simulate.counters import Counters
 from thinwire.simulate.gemm import Arithmetic, matmul
+from thinwire.simulate.precision import Precision
 from thinwire.simulate.quantizer import Quantizer
+from thinwire.simulate.stages import Stages
 
-__all__ = ["Arithmetic", "Counters", "Quantizer", "matmul"]
+__all__ = ["Arithmetic", "Counters", "Precision", "Quantizer", "Stages", "matmul"]

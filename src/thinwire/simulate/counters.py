@@ -30,19 +30,21 @@ class Counters:
     _numbers: dict[str, int] = field(default_factory=dict)
     _counts: dict[str, Tensor] = field(default_factory=dict)
 
-    def note(self, name: str, format: Format, before: Tensor, after: Tensor) -> None:
-        """What rounding did."""
+    def note(
+        self, name: str, format: Format, before: Tensor, after: Tensor, unit: Tensor | float = 1.0
+    ) -> None:
+        """What rounding did; `unit` is the scale it was done with."""
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         if call % self.every:
             return
         finite = before.isfinite()
+        high, low = format.max * unit, format.min * unit
         found = torch.stack(
             (
                 (finite & ~after.isfinite()).sum(),
                 (
-                    finite & ((before > format.max) & (after == format.max))
-                    | finite & ((before < format.min) & (after == format.min))
+                    finite & ((before > high) & (after == high)) | finite & ((before < low) & (after == low))
                 ).sum(),
                 ((after == 0) & (before != 0)).sum(),
             )

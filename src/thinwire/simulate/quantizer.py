@@ -4,20 +4,23 @@ The derivative of rounding is taken as one (straight-through): the gradient of w
 format of its own, the gradient of what went in.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire import formats
 from thinwire.errors import FormatError
 from thinwire.formats import Format
 from thinwire.rounding import Rounding, Stream
 from thinwire.simulate.counters import Counters
+from thinwire.simulate.precision import Precision
 
 
 class Quantizer(nn.Module):
-    """A layer that rounds to one format forward and to another backward; None leaves numbers as they are.
+    """A layer that rounds to one precision forward and to another backward; None leaves numbers as they are.
+
+    A precision is a format, or a spec such as `e5m2~sr` (see `thinwire.simulate.precision`).
 
     >>> quantizer = Quantizer("e4m3", "e5m2")
     >>> x = torch.tensor([0.3, 100.0], requires_grad=True)
@@ -33,23 +36,25 @@ class Quantizer(nn.Module):
 
     def __init__(
         self,
-        forward: Format | str | None = None,
-        backward: Format | str | None = None,
+        forward: Precision | Format | str | None = None,
+        backward: Precision | Format | str | None = None,
         *,
-        rounding: Rounding | str = "nearest",
+        rounding: Rounding | str | None = None,
         backward_rounding: Rounding | str | None = None,
         seed: int = 0,
         name: str = "quantizer",
         counters: Counters | None = None,
     ) -> None:
         super().__init__()
-        self.formats = tuple(None if each is None else formats.get(each) for each in (forward, backward))
-        self.roundings = (_rounding(rounding), _rounding(backward_rounding or rounding))
+        self.precisions = (
+            _rounded(forward, rounding),
+            _rounded(backward, backward_rounding or rounding),
+        )
         self.seed, self.name, self.counters, self.calls = seed, name, counters, 0
 
     def forward(self, x: Tensor) -> Tensor:
         """x rounded; the gradient that comes back is rounded too."""
-        if self.formats == (None, None):
+        if all(each.format is None for each in self.precisions):
             return x
         self.calls += 1
         found: Tensor = _Round.apply(x, self, self.calls)
@@ -57,21 +62,18 @@ class Quantizer(nn.Module):
 
     def rounded(self, x: Tensor, backward: bool, call: int) -> Tensor:
         """What becomes of a value, or of a gradient, in a call."""
-        found, rounding = self.formats[backward], self.roundings[backward]
-        if found is None:
+        precision = self.precisions[backward]
+        if precision.format is None:
             return x.clone()
         way = "backward" if backward else "forward"
-        rng = None
-        if rounding is Rounding.STOCHASTIC:
-            rng = Stream(self.seed, step=call, tensor=f"{self.name}/{way}")
-        result = found.round(x, rounding, rng)
+        rng = Stream(self.seed, step=call, tensor=f"{self.name}/{way}") if precision.needs_rng else None
+        result = precision.round(x, rng)
         if self.counters is not None:
-            self.counters.note(f"{self.name}/{way}", found, x, result)
+            self.counters.note(f"{self.name}/{way}", precision.format, x, result, precision.unit(x))
         return result.to(x.dtype)
 
     def extra_repr(self) -> str:
-        names = ["float32" if each is None else each.name for each in self.formats]
-        return f"forward={names[0]}, backward={names[1]}, rounding={self.roundings[0]}"
+        return "forward={}, backward={}".format(*(each.spec for each in self.precisions))
 
 
 class _Round(torch.autograd.Function):
@@ -85,8 +87,11 @@ class _Round(torch.autograd.Function):
         return ctx.quantizer.rounded(gradient, True, ctx.call), None, None
 
 
-def _rounding(rounding: Rounding | str) -> Rounding:
+def _rounded(spec: Precision | Format | str | None, rounding: Rounding | str | None) -> Precision:
+    precision = Precision.of(spec)
+    if rounding is None:
+        return precision
     try:
-        return Rounding(rounding)
+        return replace(precision, rounding=Rounding(rounding))
     except ValueError:
         raise FormatError(f"unknown rounding '{rounding}'; use one of: {', '.join(Rounding)}") from None

@@ -1,0 +1,143 @@
+"""In what numbers a tensor is kept: a format, a rounding mode, and a scale if its format has little range.
+
+A precision is written as a format's name and options:
+
+| spec | numbers |
+|---|---|
+| `fp32` | float32, as they are |
+| `e5m2`, `posit8_1`, `fixed4.12`, ... | of any format, rounded to nearest |
+| `e5m2~sr`, `posit8_1~zero`, ... | rounded at random, toward zero, or in another mode |
+| `int8~fit` | divided by a power of two, the least with which nothing overflows: block fixed point |
+| `posit8_1~centre`, `posit8_1~centre3` | divided by 2**(round(mean of log2 abs(x)) + 2), or + 3 |
+
+A scale belongs to a whole tensor, which is multiplied by it again after rounding. `~fit` for integers is the scale of MuPPET (Rajagopal et al. 2020): what rounds to the largest integer fits.
+`~centre` is that of Lu et al. (2019): the bulk of the numbers comes to lie where a posit is densest. Both are
+powers of two, so that scaling itself loses nothing; zeros do not count.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire import formats
+from thinwire.errors import FormatError
+from thinwire.formats import Format, Int
+from thinwire.rounding import Rounding, Stream
+
+SINGLE = ("fp32", "float32")
+FIT, CENTRE = "fit", "centre"
+SHIFT = 2  #: what Lu et al. add to the mean exponent
+MODES = {"sr": Rounding.STOCHASTIC, **{str(each): each for each in Rounding}}
+LOWEST, HIGHEST = -126, 127  #: exponents of float32's powers of two
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A format in use; `format` None is float32.
+
+    >>> Precision.of("e5m2~sr")
+    Precision(e5m2~sr)
+    >>> Precision.of("int8~fit").round(torch.tensor([0.1, 1.0]))
+    tensor([0.0938, 1.0000])
+    """
+
+    format: Format | None = None
+    rounding: Rounding = Rounding.NEAREST
+    scale: str = ""  #: "", "fit" or "centre"
+    shift: int = SHIFT  #: of "centre"
+
+    @classmethod
+    def of(cls, spec: "str | Format | Precision | None") -> "Precision":
+        """What a spec says; a format is rounded to nearest, None is float32."""
+        if isinstance(spec, Precision):
+            return spec
+        if spec is None:
+            return cls()
+        if not isinstance(spec, str):
+            return cls(formats.get(spec))
+        name, *options = spec.strip().split("~")
+        if name in SINGLE:
+            if options:
+                raise FormatError(f"'{spec}': float32 is kept as it is and takes no options")
+            return cls()
+        rounding, scale, shift = Rounding.NEAREST, "", SHIFT
+        for option in options:
+            centre = re.fullmatch(r"centre(-?\d+)?", option)
+            if option in MODES:
+                rounding = MODES[option]
+            elif centre:
+                scale, shift = CENTRE, int(centre[1] or SHIFT)
+            elif option == FIT:
+                scale = FIT
+            else:
+                known = ", ".join((*MODES, FIT, CENTRE))
+                raise FormatError(f"'{spec}': unknown option '~{option}'; use one of: {known}")
+        return cls(formats.get(name), rounding, scale, shift)
+
+    def __post_init__(self) -> None:
+        if self.format is not None and self.rounding not in self.format.roundings:
+            known = ", ".join(self.format.roundings)
+            raise FormatError(f"{self.format.name} has no rounding '{self.rounding}'; it has: {known}")
+
+    @property
+    def spec(self) -> str:
+        if self.format is None:
+            return SINGLE[0]
+        rounding = {Rounding.NEAREST: "", Rounding.STOCHASTIC: "~sr"}.get(self.rounding, f"~{self.rounding}")
+        shift = str(self.shift) if self.scale == CENTRE and self.shift != SHIFT else ""
+        return self.format.name + rounding + (f"~{self.scale}{shift}" if self.scale else "")
+
+    def __repr__(self) -> str:
+        return f"Precision({self.spec})"
+
+    @property
+    def bits(self) -> int:
+        return 32 if self.format is None else self.format.bits
+
+    @property
+    def needs_rng(self) -> bool:
+        return self.format is not None and self.rounding is Rounding.STOCHASTIC
+
+    def round(self, x: Tensor, rng: Stream | None = None) -> Tensor:
+        """x in these numbers, as float32; the same tensor where nothing is rounded. No autograd."""
+        if self.format is None:
+            return x
+        rng = rng if self.needs_rng else None
+        if not self.scale:
+            return self.format.round(x.detach(), self.rounding, rng)
+        unit = self.unit(x)
+        return self.format.round(x.detach().float() / unit, self.rounding, rng) * unit
+
+    def unit(self, x: Tensor) -> Tensor:
+        """What x is divided by before it is rounded: a power of two, 1 for tensors of zeros alone.
+
+        A NaN or an infinity anywhere makes it NaN.
+
+        >>> Precision.of("int8~fit").unit(torch.tensor([127.4, 3.0])).item()
+        1.0
+        >>> Precision.of("posit8_1~centre").unit(torch.tensor([0.25, 0.5, 0.0])).item()
+        1.0
+        """
+        if not self.scale or not x.numel():
+            return x.new_ones((), dtype=torch.float32)
+        assert self.format is not None
+        magnitude = x.detach().float().abs()
+        if self.scale == FIT:
+            half = 0.5 if isinstance(self.format, Int) else 0.0
+            exponent = _ceil_log2(magnitude.amax().double() / (self.format.max + half))
+        else:
+            logs = torch.where(magnitude == 0, 0, magnitude.double().log2()).sum()
+            count = magnitude.count_nonzero().clamp(min=1)
+            exponent = (logs / count).round() + self.shift
+        one = torch.ones((), device=x.device)
+        unit = torch.ldexp(one, exponent.clamp(LOWEST, HIGHEST))
+        unit = torch.where(magnitude.any(), unit, one)
+        return torch.where(magnitude.isfinite().all(), unit, torch.nan)
+
+
+def _ceil_log2(x: Tensor) -> Tensor:
+    """The least power of two that is not below x."""
+    mantissa, exponent = torch.frexp(x)
+    return exponent - (mantissa == 0.5).to(exponent.dtype)

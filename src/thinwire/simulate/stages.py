@@ -1,0 +1,76 @@
+"""The stages of training, each with numbers of its own.
+
+PositNN (Raposo, Tomas and Roma 2021) tells five of them apart, because they do not need the same precision:
+
+| stage | what is kept in it |
+|---|---|
+| `forward` | operands of the products on the way forward (activations, copies of weights), and their results |
+| `backward` | errors: gradients with respect to activations, and the copies of weights they are made with |
+| `gradient` | gradients with respect to weights |
+| `optimizer` | weights as they are stored, and the optimizer's own numbers |
+| `loss` | the loss and the error it begins with |
+"""
+
+from dataclasses import dataclass, fields
+
+from thinwire.errors import FormatError
+from thinwire.formats import Format
+from thinwire.simulate.gemm import Arithmetic
+from thinwire.simulate.precision import Precision
+
+STAGES = ("forward", "backward", "gradient", "optimizer", "loss")
+SAME = "same"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A precision for every stage, and how matrix products are computed.
+
+    >>> Stages("posit8_2", "posit8_2", "posit8_2", optimizer="posit12_2", loss="posit12_2").optimizer
+    Precision(posit12_2)
+    >>> Stages.uniform("bfloat16").gradient
+    Precision(bfloat16)
+    """
+
+    forward: Precision | Format | str | None = None
+    backward: Precision | Format | str | None = None
+    gradient: Precision | Format | str | None = None
+    optimizer: Precision | Format | str | None = None
+    loss: Precision | Format | str | None = None
+    #: Of products on the way forward. None: float32, added up as the device likes: fast, not the same bits
+    #: everywhere.
+    arithmetic: Arithmetic | None = None
+    backward_arithmetic: Arithmetic | str | None = SAME  #: of the products that make errors and gradients
+
+    def __post_init__(self) -> None:
+        for name in STAGES:
+            object.__setattr__(self, name, Precision.of(getattr(self, name)))
+        if self.backward_arithmetic == SAME:
+            object.__setattr__(self, "backward_arithmetic", self.arithmetic)
+        for name in ("arithmetic", "backward_arithmetic"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Arithmetic):
+                raise FormatError(f"{name} must be a simulate.Arithmetic or None, not {given!r}")
+
+    @classmethod
+    def uniform(
+        cls, precision: Precision | Format | str | None, arithmetic: Arithmetic | None = None
+    ) -> "Stages":
+        """One precision for everything."""
+        return cls(*[precision] * len(STAGES), arithmetic=arithmetic)
+
+    def __str__(self) -> str:
+        said = {name: Precision.of(getattr(self, name)).spec for name in STAGES}
+        if len(set(said.values())) == 1:
+            return said["forward"]
+        return ", ".join(f"{name} {spec}" for name, spec in said.items())
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether anything is rounded at random."""
+        kept = (getattr(self, each.name) for each in fields(self))
+        return any(
+            (isinstance(each, Precision) and each.needs_rng)
+            or (isinstance(each, Arithmetic) and each.rounding == "stochastic")
+            for each in kept
+        )
