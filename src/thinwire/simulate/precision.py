@@ -10,9 +10,10 @@ A precision is written as a format's name and options:
 | `int8~fit` | divided by a power of two, the least with which nothing overflows: block fixed point |
 | `posit8_1~centre`, `posit8_1~centre3` | divided by 2**(round(mean of log2 abs(x)) + 2), or + 3 |
 
-A scale belongs to a whole tensor, which is multiplied by it again after rounding. `~fit` for integers is the scale of MuPPET (Rajagopal et al. 2020): what rounds to the largest integer fits.
-`~centre` is that of Lu et al. (2019): the bulk of the numbers comes to lie where a posit is densest. Both are
-powers of two, so that scaling itself loses nothing; zeros do not count.
+A scale belongs to a whole tensor, which is multiplied by it again after rounding. Scales are powers of two,
+so that scaling itself loses nothing, and zeros do not count. `~fit` for integers is the scale of MuPPET
+(Rajagopal et al. 2020): what rounds to the largest integer fits. `~centre` is that of Lu et al. (2019): the
+bulk of the numbers comes to lie where a posit is densest.
 """
 
 import re

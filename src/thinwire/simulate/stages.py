@@ -4,7 +4,7 @@ PositNN (Raposo, Tomas and Roma 2021) tells five of them apart, because they do 
 
 | stage | what is kept in it |
 |---|---|
-| `forward` | operands of the products on the way forward (activations, copies of weights), and their results |
+| `forward` | operands of products on the way forward (activations, copies of weights), and results |
 | `backward` | errors: gradients with respect to activations, and the copies of weights they are made with |
 | `gradient` | gradients with respect to weights |
 | `optimizer` | weights as they are stored, and the optimizer's own numbers |
@@ -57,7 +57,7 @@ class Stages:
         cls, precision: Precision | Format | str | None, arithmetic: Arithmetic | None = None
     ) -> "Stages":
         """One precision for everything."""
-        return cls(*[precision] * len(STAGES), arithmetic=arithmetic)
+        return cls(precision, precision, precision, precision, precision, arithmetic)
 
     def __str__(self) -> str:
         said = {name: Precision.of(getattr(self, name)).spec for name in STAGES}
