@@ -11,6 +11,7 @@ file, and moves the files into a cache; whatever the source, they are the same. 
     >>> images, labels = data.load("mnist")  # doctest: +SKIP
 """
 
+from thinwire.data.images import Images, images
 from thinwire.data.read import load
 from thinwire.data.sets import SETS, DataSet, File, get
 from thinwire.data.sources import Progress, Source
@@ -21,6 +22,7 @@ __all__ = [
     "Choice",
     "DataSet",
     "File",
+    "Images",
     "Progress",
     "Source",
     "best",
@@ -29,6 +31,7 @@ __all__ = [
     "describe",
     "fetch",
     "get",
+    "images",
     "load",
     "present",
     "where",

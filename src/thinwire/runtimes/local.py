@@ -8,16 +8,38 @@ Only `AllReduce` may differ, where a real network adds in an order of its own: h
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from thinwire.channel import Channel
 from thinwire.codecs import Codec
 from thinwire.errors import CommError
 from thinwire.rounding import Stream
-from thinwire.runtimes.arguments import SUM, AnyCodec, all_reduce_job, listed
+from thinwire.runtimes.arguments import (
+    SUM,
+    AnyCodec,
+    all_reduce_job,
+    channel_of,
+    codec_of,
+    is_mean,
+    listed,
+    schedule_of,
+)
 from thinwire.runtimes.job import Job
-from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Exchanges, Request, Schedule, SendRecv
+from thinwire.schedules import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Buffers,
+    Exchanges,
+    Request,
+    Schedule,
+    Seat,
+    SendRecv,
+)
 from thinwire.schedules.exchange import fill
+from thinwire.schedules.gather import Combine
+from thinwire.schedules.traits import is_bound
 
 
 @dataclass(frozen=True)
@@ -65,19 +87,95 @@ def all_reduce(
     )
 
 
-def run(jobs: Sequence[Job]) -> None:
-    """One job for each rank, all of the same call."""
+def all_reduce_rows(
+    rows: Sequence[Tensor],
+    codec: AnyCodec | Sequence[AnyCodec],
+    op: object = SUM,
+    schedule: str | Schedule = "auto",
+    *,
+    names: Sequence[str],
+    rng: Stream | None = None,
+    inside: int = 1,
+) -> list[Tensor]:
+    """`all_reduce` of tensors [world, ...], in which row r is what rank r has. The rows are spoilt.
+
+    Gives the result once, with the bits of `all_reduce`. Where a schedule is a gather of all wires and a sum
+    of them, the wires are held once and the sum is made once: memory and work grow with the world, not with
+    its square.
+
+    >>> import torch
+    >>> all_reduce_rows([torch.arange(8.0).view(4, 2)], "bf16", "avg", "one_shot", names=["w"])
+    [tensor([3., 4.])]
+    """
+    world = len(rows[0])
+    one = codec if isinstance(codec, str | Codec | Channel) else codec[0]
+    found = codec_of(channel_of(one))
+    plans = [schedule_of(schedule, found, each[0].numel(), world) for each in rows]
+    combine = plans[0].combine
+    if world > 1 and combine and len(set(plans)) == 1 and _is_plain(one, found):
+        return _stacked(rows, found, 1.0 / world if is_mean(op) else 1.0, combine)
+    results = []
+    for each, plan, name in zip(rows, plans, names, strict=True):
+        codecs = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
+        jobs = [
+            all_reduce_job([each[rank]], mine, op, plan, Rank(rank, world, 0, inside), name, rng)
+            for rank, mine in enumerate(codecs)
+        ]
+        run(jobs, once=plan.combine is not None)
+        results.append(each[0].clone())
+    return results
+
+
+def _is_plain(codec: AnyCodec, found: Codec) -> bool:
+    """Whether a wire follows from a row alone, so that rows can be encoded together."""
+    return not (isinstance(codec, Channel) or found.needs_rng or found.feedback or is_bound(found))
+
+
+def _stacked(rows: Sequence[Tensor], codec: Codec, weight: float, combine: Combine) -> list[Tensor]:
+    wires, seats, outs = [], [], []
+    for each in rows:
+        world, numel = len(each), each[0].numel()
+        values = each.detach().reshape(world, numel).float()
+        shared = codec.summary(values, world).amax(0) if codec.agreement(numel) else None
+        everyone = None if shared is None else shared.expand(world, -1).contiguous()
+        wires.append(codec.encode(values, shared=everyone))
+        seats.append(Seat(0, world, Channel(codec), weight=weight, shared=shared))
+        outs.append(torch.empty(numel, device=each.device))
+    combine(wires, seats, outs)
+    return [out.view(each.shape[1:]).to(each.dtype) for out, each in zip(outs, rows, strict=True)]
+
+
+def run(jobs: Sequence[Job], *, once: bool = False) -> None:
+    """One job for each rank, all of the same call.
+
+    With `once` schedules are those that gather all wires and combine them: all ranks share the memory for
+    the wires, and only rank 0 makes the sum; other ranks' tensors are not replaced.
+    """
     calls = {job.call for job in jobs}
     if len(calls) > 1:
         raise CommError("ranks disagree: " + "; ".join(f"one calls {call}" for call in calls))
     if jobs[0].agreement is not None:
         lockstep([job.agreement for job in jobs if job.agreement is not None])
-    pool = [Buffers() for _ in jobs]
+    pool = [Buffers()] * len(jobs) if once else [Buffers() for _ in jobs]
     for starts in zip(*(job.starts() for job in jobs), strict=True):
-        lockstep([start(buffers) for start, buffers in zip(starts, pool, strict=True)])
-    for job in jobs:
+        steps = [start(buffers) for start, buffers in zip(starts, pool, strict=True)]
+        if once and len(jobs) > 1:
+            _once(steps)
+        else:
+            lockstep(steps)
+    for job in jobs[: 1 if once else None]:
         if job.after is not None:
             job.after()
+
+
+def _once(ranks: Sequence[Exchanges]) -> None:
+    """Every rank puts its wire where all see it; the first goes on."""
+    for each in ranks:
+        fill(next(each))
+    for request in ranks[0]:
+        raise CommError(f"a schedule that only gathers wires asks for more: {type(request).__name__}")
+    for each in ranks[1:]:
+        each.close()
 
 
 def lockstep(ranks: Sequence[Exchanges]) -> None:

@@ -30,6 +30,7 @@ from thinwire.codecs import Block, Codec
 from thinwire.errors import ScheduleError
 from thinwire.schedules import accumulate as _accumulate
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
+from thinwire.schedules.gather import Combine, add_up, gathered
 from thinwire.schedules.levels import hierarchical
 from thinwire.schedules.low_rank import low_rank
 from thinwire.schedules.reduce import native, one_shot, ring, tree, two_shot
@@ -62,6 +63,7 @@ class Schedule:
     inside: int = 1  #: ranks of a node; 0: as many as are found
     adds: bool = False  #: whether the network adds, so that results depend on its order
     whole: bool = False  #: whether it needs the tensor in one piece
+    combine: Combine | None = None  #: what every rank does with all wires, if gathering them is all there is
 
 
 def _any(codec: Codec) -> str:
@@ -86,10 +88,16 @@ def _sparse_in_parts(codec: Codec) -> str:
 
 
 def _narrow(codec: Codec) -> str:
-    shared = isinstance(codec, Block) and codec.block is None and codec.scaling.margin == "world"
-    if shared or is_cast(codec):
+    if is_cast(codec):
         return ""
-    return f"{codec.spec} has no scale that leaves room for a sum over all ranks"
+    if isinstance(codec, Block) and codec.block is None:
+        scaling = codec.scaling
+        if scaling.margin == "world" or (scaling.choose == "fixed" and not scaling.value):
+            return ""
+    return (
+        f"{codec.spec} has no scale that leaves room for a sum over all ranks; aps/e5m2 has, and "
+        "e5m2~offset0 does without any"
+    )
 
 
 def _levels(option: str, refuses: Callable[[Codec], str], name: str) -> Schedule:
@@ -119,10 +127,11 @@ def _make_accumulate(option: str) -> Schedule:
             f"accumulate/{order}: the order of additions is one of {', '.join(_accumulate.ORDERS)} "
             "or a number of ranks in a group, such as accumulate/16"
         )
-    steps = partial(
-        _accumulate.accumulate, order=order if known else _number(order, "accumulate"), kahan=bool(plus)
+    combine = partial(
+        _accumulate.combine, order=order if known else _number(order, "accumulate"), kahan=bool(plus)
     )
-    return Schedule(f"accumulate/{option}", steps, _narrow, whole=order == "ring")
+    steps = partial(gathered, combine=combine)
+    return Schedule(f"accumulate/{option}", steps, _narrow, whole=order == "ring", combine=combine)
 
 
 def _number(text: str, name: str) -> int:
@@ -142,12 +151,12 @@ def _plain(schedule: Schedule) -> Callable[[str], Schedule]:
 
 _MAKERS: dict[str, Callable[[str], Schedule]] = {
     "native": _plain(Schedule("native", native, _summed, adds=True)),
-    "one_shot": _plain(Schedule("one_shot", one_shot, _any)),
+    "one_shot": _plain(Schedule("one_shot", one_shot, _any, combine=add_up)),
     "two_shot": _plain(Schedule("two_shot", two_shot, _in_parts)),
     "ring": _plain(Schedule("ring", ring, _in_parts)),
     "tree": _plain(Schedule("tree", tree, _any)),
     "hierarchical": partial(_levels, refuses=_in_parts, name="hierarchical"),
-    "sparse": _plain(Schedule("sparse", one_shot, _sparse)),
+    "sparse": _plain(Schedule("sparse", one_shot, _sparse, combine=add_up)),
     "sparse_levels": partial(_levels, refuses=_sparse_in_parts, name="sparse_levels"),
     "low_rank": _make_low_rank,
     "accumulate": _make_accumulate,

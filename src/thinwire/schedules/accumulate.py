@@ -12,12 +12,14 @@ Here every rank gathers all wires and makes the same sum, in the order of a netw
 
 Kahan's compensation keeps what an addition lost, in the same format, and gives it to the next one.
 
-Wires share one scale (APS) or have none (fp16, bf16), so that they can be added without decoding. This is
-an emulation of the arithmetic: real bytes travel, but the additions are made in float32 and then rounded.
+Wires share one scale (APS) or have none (fp16, bf16, `e4m3~offset0`), so that they can be added without
+decoding. This is an emulation of the arithmetic: real bytes travel, but the additions are made in float32 and
+then rounded.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,29 +27,60 @@ from torch import Tensor
 from thinwire.codecs import Block
 from thinwire.formats import Format
 from thinwire.rounding import Rounding
-from thinwire.schedules.exchange import AllGather, Exchanges
 from thinwire.schedules.seat import Seat
 
 ORDERS = ("sequential", "ring", "tree")
+AT_ONCE = 1 << 26  #: numbers that are decoded together
 Round = Callable[[Tensor], Tensor]
 
 
-def accumulate(x: Tensor, seat: Seat, order: str | int, *, kahan: bool = False) -> Exchanges:
-    """Gather all wires and add them in `order`, rounding to the codec's format after every addition."""
-    numel, nbytes = x.numel(), seat.codec.nbytes(x.numel())
-    wires = seat.buffer("wires", (seat.world, nbytes), x)
-    seat.encode(x, "sent", wires[seat.rank])
-    yield AllGather(wires.view(-1), (nbytes,) * seat.world)
-    if x.device.type == "meta" or not numel:
-        return
-    unit = _unit(seat).to(x.device)
-    values = seat.codec.decode(wires, numel) / unit
-    x.copy_(sum_rounded(values, order, _rounding(seat), kahan=kahan))
-    x *= seat.weight  # first, so that a mean of the largest numbers does not overflow
-    x *= unit
+def combine(
+    wires: Sequence[Tensor],
+    seats: Sequence[Seat],
+    outs: Sequence[Tensor],
+    *,
+    order: str | int,
+    kahan: bool = False,
+) -> None:
+    """Add wires in `order`, rounding to the codec's format after every addition: all tensors in one go."""
+    units = [_unit(seat).to(out.device) for seat, out in zip(seats, outs, strict=True)]
+    parts = list(zip(wires, seats, units, outs, strict=True))
+
+    def decoded(first: int, last: int) -> Tensor:
+        found = [seat.codec.decode(wire[first:last], out.numel()) / unit for wire, seat, unit, out in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    world, numel = seats[0].world, sum(out.numel() for out in outs)
+    rows = max(1, AT_ONCE // numel)
+    values = decoded(0, world) if world <= rows or order == "ring" else Lazy(decoded, world, rows)
+    total = sum_rounded(values, order, _rounding(seats[0]), kahan=kahan)
+    for out, unit, part in zip(outs, units, total.split([out.numel() for out in outs]), strict=True):
+        out.copy_(part)
+        out *= seats[0].weight  # first, so that a mean of the largest numbers does not overflow
+        out *= unit
 
 
-def sum_rounded(values: Tensor, order: str | int, rounded: Round, *, kahan: bool = False) -> Tensor:
+@dataclass
+class Lazy:
+    """Rows that are decoded a few at a time, in the order in which sums ask for them."""
+
+    decoded: Callable[[int, int], Tensor]
+    count: int
+    rows: int
+    _first: int = -1
+    _held: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Tensor:
+        first = row - row % self.rows
+        if first != self._first or self._held is None:
+            self._first, self._held = first, self.decoded(first, min(first + self.rows, self.count))
+        return self._held[row - first]
+
+
+def sum_rounded(values: "Tensor | Lazy", order: str | int, rounded: Round, *, kahan: bool = False) -> Tensor:
     """The sum of [N, n] over the first dimension, rounded after every addition.
 
     >>> from thinwire import formats
@@ -58,22 +91,27 @@ def sum_rounded(values: Tensor, order: str | int, rounded: Round, *, kahan: bool
     >>> sum_rounded(ones, "sequential", e4m3, kahan=True).item()
     32.0
     """
-    chain = functools.partial(_chain, rounded=rounded, kahan=kahan)
-    if order == "sequential":
-        return chain(list(values))
-    if order == "tree":
-        return _tree(list(values), chain)
     if order == "ring":
-        return _ring(values, chain)
+        assert isinstance(values, Tensor)
+        values, order = _turned(values), "sequential"
+    chain = functools.partial(_chain, rounded=rounded, kahan=kahan)
+    count = len(values)
+    if order == "sequential":
+        return chain(values[row] for row in range(count))
+    if order == "tree":
+        return _tree(values, chain)
     assert isinstance(order, int)
-    groups = [chain(list(values[i : i + order])) for i in range(0, len(values), order)]
-    return chain(groups)
+    return chain(
+        chain(values[row] for row in range(first, min(first + order, count)))
+        for first in range(0, count, order)
+    )
 
 
-def _chain(values: Sequence[Tensor], rounded: Round, *, kahan: bool) -> Tensor:
-    total = values[0].clone()
+def _chain(values: Iterable[Tensor], rounded: Round, *, kahan: bool) -> Tensor:
+    rest = iter(values)
+    total = next(rest).clone()
     lost = torch.zeros_like(total)
-    for value in values[1:]:
+    for value in rest:
         if not kahan:
             total = rounded(total + value)
             continue
@@ -84,19 +122,27 @@ def _chain(values: Sequence[Tensor], rounded: Round, *, kahan: bool) -> Tensor:
     return total
 
 
-def _tree(values: list[Tensor], chain: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    while len(values) > 1:
-        values = [chain(values[i : i + 2]) for i in range(0, len(values), 2)]
-    return values[0]
+def _tree(values: Tensor | Lazy, chain: Callable[[Iterable[Tensor]], Tensor]) -> Tensor:
+    """Neighbours, pairs of pairs ...: each is added as soon as both are there, so that few wait."""
+    waiting: list[tuple[int, Tensor]] = []  # how many rows each holds, and their sum
+    for row in range(len(values)):
+        held, total = 1, values[row]
+        while waiting and waiting[-1][0] == held:
+            held, total = 2 * held, chain((waiting.pop()[1], total))
+        waiting.append((held, total))
+    _, total = waiting.pop()
+    while waiting:
+        total = chain((waiting.pop()[1], total))
+    return total.clone()
 
 
-def _ring(values: Tensor, chain: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+def _turned(values: Tensor) -> Tensor:
     """Every column is turned until its own first rank is on top; then all are one chain."""
     world, numel = values.shape
     shard = -(-numel // world)
     first = torch.arange(numel, device=values.device) // shard + 1
     ranks = torch.arange(world, device=values.device).unsqueeze(1)
-    return chain(list(values.gather(0, (ranks + first) % world)))
+    return values.gather(0, (ranks + first) % world)
 
 
 def _rounding(seat: Seat) -> Round:

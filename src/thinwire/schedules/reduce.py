@@ -14,13 +14,12 @@ A schedule takes this rank's vector, float32 and flat, and replaces it by the re
 because everyone, owners included, decodes the same bytes in the same order.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, SendRecv
+from thinwire.schedules.gather import add_up, gathered
 from thinwire.schedules.seat import Seat
 
 
@@ -41,11 +40,7 @@ def native(x: Tensor, seat: Seat) -> Exchanges:
 
 def one_shot(x: Tensor, seat: Seat) -> Exchanges:
     """Everyone sends all of it to everyone, and adds up what came: QSGD's own algorithm."""
-    nbytes = seat.codec.nbytes(x.numel())
-    wires = seat.buffer("wires", (seat.world, nbytes), x)
-    encode = partial(seat.encode, x, "sent", wires[seat.rank])
-    yield AllGather(wires.view(-1), (nbytes,) * seat.world, fill=encode)
-    seat.add_up(wires, seat.weight, x)
+    yield from gathered(x, seat, add_up)
 
 
 def two_shot(x: Tensor, seat: Seat) -> Exchanges:

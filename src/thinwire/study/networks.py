@@ -6,15 +6,20 @@
 | `cnn-small` | three convolutions of stride 2, two linear layers, 64 wide | 90 k |
 | `mlp` | three linear layers, 256 and 128 wide | 235 k |
 | `mlp-wide` | three linear layers, 1024 wide | 1.9 M |
+| `mlp-dropout` | the same with dropout of 0.2, 0.3 and 0.3 (Dettmers 2016) | 1.9 M |
+| `mlp-1000` | three linear layers, 1000 wide (Gupta et al. 2015) | 1.8 M |
+| `lenet5` | 6, 16 and 120 convolutions of 5 x 5, linear layers of 84 and 10 (as in PositNN) | 62 k |
+| `resnet8` | a residual network of three blocks: 16, 32 and 64 channels | 76 k |
+| `resnet18` | the usual one for small images: 64 to 512 channels | 11 M |
 
-Convolutions are followed by group normalisation. None has batch normalisation, so that replicas hold nothing
+Convolutions are followed by group normalisation, but for `lenet5`, which has none. None has batch normalisation, so that replicas hold nothing
 but parameters.
 """
 
 import math
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.errors import InputError
 
@@ -48,9 +53,78 @@ def _mlp(shape: Shape, classes: int, widths: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(before, classes))
 
 
+def _dropout(shape: Shape, classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(math.prod(shape), 1024),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(1024, 1024),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(1024, classes),
+    )
+
+
+def _lenet5(shape: Shape, classes: int) -> nn.Module:
+    """For images of 28 x 28, which are padded to 32 x 32."""
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 120, 5),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, classes),
+    )
+
+
+class _Block(nn.Module):
+    """Two convolutions and a way around them (He et al. 2015)."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.norm = nn.GroupNorm(GROUPS, width)
+        self.two = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.last = nn.GroupNorm(GROUPS, width)
+        around = nn.Conv2d(before, width, 1, stride, bias=False)
+        self.around = nn.Identity() if stride == 1 and before == width else around
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.two(self.norm(self.one(x)).relu())
+        result: Tensor = (self.last(inside) + self.around(x)).relu()
+        return result
+
+
+def _resnet(shape: Shape, classes: int, widths: tuple[int, ...], blocks: int) -> nn.Module:
+    layers: list[nn.Module] = [
+        nn.Conv2d(shape[0], widths[0], 3, 1, 1, bias=False),
+        nn.GroupNorm(GROUPS, widths[0]),
+        nn.ReLU(),
+    ]
+    before = widths[0]
+    for place, width in enumerate(widths):
+        for block in range(blocks):
+            layers.append(_Block(before, width, 2 if place and not block else 1))
+            before = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+
+
 NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "cnn": lambda shape, classes: _cnn(shape, classes, (16, 32), 400),
     "cnn-small": lambda shape, classes: _cnn(shape, classes, (16, 32, 64), 64),
     "mlp": lambda shape, classes: _mlp(shape, classes, (256, 128)),
     "mlp-wide": lambda shape, classes: _mlp(shape, classes, (1024, 1024)),
+    "mlp-dropout": _dropout,
+    "mlp-1000": lambda shape, classes: _mlp(shape, classes, (1000, 1000)),
+    "lenet5": _lenet5,
+    "resnet8": lambda shape, classes: _resnet(shape, classes, (16, 32, 64), 1),
+    "resnet18": lambda shape, classes: _resnet(shape, classes, (64, 128, 256, 512), 2),
 }

@@ -43,19 +43,6 @@ AT_ONCE = 500  #: images of an evaluation
 PATIENCE = timedelta(seconds=60)
 
 
-@dataclass(frozen=True)
-class Images:
-    """A data set in memory, as bytes."""
-
-    x: Tensor
-    y: Tensor
-    mean: float
-    deviation: float
-
-    def batch(self, picked: Tensor | slice) -> tuple[Tensor, Tensor]:
-        return (self.x[picked].float() - self.mean) / self.deviation, self.y[picked]
-
-
 @dataclass
 class Course:
     """What a rank notes while it trains."""
@@ -88,7 +75,7 @@ def main() -> None:
 
 def train(trial: Trial) -> Record:
     """One trial, from first weights to its record."""
-    images, tests = load(trial.data)
+    images, tests = data.images(trial.data)
     compute_s = _warm_up(trial.data, trial.network, trial.codec, trial.batch)
     model, wire = build(trial, images)
     optimizer = torch.optim.SGD(model.parameters(), trial.lr, MOMENTUM)
@@ -110,10 +97,10 @@ def train(trial: Trial) -> Record:
     return _record(trial, course, model, wire, compute_s)
 
 
-def build(trial: Trial, images: Images) -> tuple[DistributedDataParallel, Wire | None]:
+def build(trial: Trial, images: data.Images) -> tuple[DistributedDataParallel, Wire | None]:
     """The network with the weights of its seed, and what is attached to it."""
     torch.manual_seed(trial.seed)
-    net = networks.get(trial.network, tuple(images.x.shape[1:]), int(images.y.max()) + 1)
+    net = networks.get(trial.network, images.shape, images.classes)
     model = DistributedDataParallel(net)
     return model, None if trial.codec == PLAIN else attach(model, trial.codec, seed=trial.seed)
 
@@ -140,7 +127,7 @@ def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, tests: Images) -> float:
+def evaluate(net: nn.Module, tests: data.Images) -> float:
     """Accuracy on the test set; every rank takes a share of it."""
     net.eval()
     right = torch.zeros((), dtype=torch.int64)
@@ -151,15 +138,6 @@ def evaluate(net: nn.Module, tests: Images) -> float:
     net.train()
     dist.all_reduce(right)
     return right.item() / len(tests.y)
-
-
-@cache
-def load(name: str) -> tuple[Images, Images]:
-    """Training and test images, on the scale of the training images."""
-    x, y = data.load(name, "train")
-    sample = x[:10_000].float()
-    mean, deviation = sample.mean().item(), sample.std().item()
-    return Images(x, y, mean, deviation), Images(*data.load(name, "test"), mean, deviation)
 
 
 def marks(steps: int, count: int) -> set[int]:
@@ -174,7 +152,7 @@ def marks(steps: int, count: int) -> set[int]:
 @cache
 def _warm_up(name: str, network: str, codec: str, batch: int) -> float:
     """Steps that do not count: the first ones compile. Seconds of one without communication."""
-    images, _ = load(name)
+    images, _ = data.images(name)
     trial = Trial("warm-up", name, network, codec, 0, dist.get_world_size(), "", 1, batch, 0.0)
     model, _wire = build(trial, images)
     x, y = images.batch(slice(0, batch))
