@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thinwire import lab as lab
     from thinwire import policy as policy
     from thinwire import schedules as schedules
+    from thinwire import simulate as simulate
     from thinwire import zoo as zoo
     from thinwire.channel import Channel as Channel
     from thinwire.collectives import all_gather as all_gather
@@ -119,6 +120,7 @@ __all__ = [
     "reduce_scatter",
     "schedules",
     "send",
+    "simulate",
     "zoo",
 ]
 
@@ -132,6 +134,7 @@ _MODULES = (
     "lab",
     "policy",
     "schedules",
+    "simulate",
     "zoo",
 )
 _HOMES = {

@@ -18,7 +18,7 @@ if not HAS_GPU:
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from thinwire import Stream, formats, simulate
-from thinwire.kernels import gemm_cpu, gemm_cuda
+from thinwire.kernels import gemm_cpu, gemm_cuda, gemm_exact, gemm_quire
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, SEQUENTIAL, GemmParams, quick
 from thinwire.simulate import Arithmetic
 
@@ -127,6 +127,63 @@ def test_exact_sums_agree_with_the_cpu():
             assert_same(simulate.matmul(x.to(DEVICE), y.to(DEVICE), how), simulate.matmul(x, y, how))
 
 
+WINDOWS = [(20, 1), (53, 1), (54, 2), (105, 2), (106, 3), (157, 3), (158, None)]  # bits for one product
+
+
+def spread(shape, lowest, width, random):
+    """Numbers with bits from 2**lowest to below 2**(lowest + width), of all sizes; both ends occur."""
+    length = torch.randint(1, min(width, 24) + 1, shape, generator=random)
+    size = torch.randint(1 << 24, shape, generator=random) & ((1 << length) - 1)
+    place = (torch.rand(shape, generator=random) * (width - length + 1)).long() + lowest
+    x = size * 2.0 ** place.double() * (torch.randint(2, shape, generator=random) * 2 - 1)
+    x[0, 0, 0], x[0, -1, -1] = 2.0**lowest, 2.0 ** (lowest + width) - 2.0 ** (lowest + max(width - 24, 0))
+    return x.float()
+
+
+@pytest.mark.parametrize(("width", "levels"), WINDOWS)
+@pytest.mark.parametrize("lowest", [-60, -149])
+def test_exact_sums_equal_the_plain_method(width, levels, lowest):
+    """Sums that just fit a window and that just do not; sums of zero, subnormal sums, sums that overflow."""
+    random = torch.Generator().manual_seed(width)
+    for rows, steps, columns in SHAPES if HAS_GPU else [(3, 9, 5)]:
+        bits = width - (levels or 3) * (steps - 1).bit_length() * (width > 20)
+        a = spread((2, rows, steps), lowest, bits // 2, random)
+        b = spread((2, steps, columns), -60, bits - bits // 2, random)
+        a[1, 0], b[1, :, 0] = a[1, 0].abs().max(), b[1, :, 0].abs().max()
+        a[1, 0, 1::2] *= -1
+        b[1, 1:, -1], b[1, 0, -1] = 0.0, 2.0**-60
+        window = gemm_quire.window(gemm_cpu._extent(a), gemm_cpu._extent(b), steps)
+        assert lowest < -60 or (window and window.levels) == levels or width == 20
+        for odd in (False, True):
+            wanted, found = torch.empty(2, rows, columns), torch.empty(2, rows, columns, device=DEVICE)
+            gemm_exact.gemm(a, b, wanted, odd=odd)
+            gemm_cuda.exact(a.to(DEVICE), b.to(DEVICE), found, odd=odd)
+            assert_same(found, wanted)
+
+
+def test_extents_are_those_of_the_cpu():
+    a, b = operands(7, 300, 5)
+    for x, y in ((a, b), (a.nan_to_num(1.0, 2.0, 3.0), torch.zeros(1)), (torch.full((1,), 1e-45), -b * 0.0)):
+        found = gemm_cuda._extents(x.to(DEVICE), y.to(DEVICE))
+        assert found == [gemm_cpu._extent(x), gemm_cpu._extent(y)]
+    assert gemm_cpu._extent(torch.zeros(3)) == gemm_quire.Extent(gemm_quire.NO_FIELD, 1)
+    assert gemm_cpu._extent(torch.tensor([1.0, 0.375, 1e-45])) == gemm_quire.Extent(1, 127)
+    assert gemm_cpu._extent(torch.tensor([0.375, INF])) == gemm_quire.Extent(147, 255)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["posit8_2", "e5m2", "float8_e4m3fn", "fixed2.14", "bfloat16", None])
+def test_exact_sums_of_formats(name):
+    torch.manual_seed(1)
+    a, b = torch.randn(4, 70, 333), torch.randn(4, 90, 333)
+    if name is not None:
+        a, b = formats.get(name).round(a), formats.get(name).round(b)
+    how = Arithmetic(sum="posit8_2", order="exact")
+    strided = a[0].t().contiguous().t(), b[0].t().contiguous()
+    for x, y in ((a, b.transpose(1, 2)), (a[0], b[0].t()), strided):
+        assert_same(simulate.matmul(x.to(DEVICE), y.to(DEVICE), how), simulate.matmul(x, y, how))
+
+
 @needs_gpu
 def test_views_and_slices():
     how = Arithmetic("e5m2", "e5m10")
@@ -152,10 +209,12 @@ def test_pairwise_sums_take_turns_where_room_is_short(batch, monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.parametrize("order", ["sequential", "pairwise"])
+@pytest.mark.parametrize("order", ["sequential", "pairwise", "exact"])
 def test_more_matrices_than_a_launch_takes(order):
-    how = Arithmetic("e4m3", "e5m10", order)
+    how = Arithmetic(None if order == "exact" else "e4m3", "e5m10", order)
     a, b = operands(1, 3, 2, 70000)
+    if order == "exact":  # what fits a window
+        a, b = (formats.get("e4m3").round(x).nan_to_num(1.0, 2.0, -2.0) for x in (a, b))
     assert_same(simulate.matmul(a.to(DEVICE), b.to(DEVICE), how), simulate.matmul(a, b, how))
 
 

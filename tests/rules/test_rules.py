@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import codecs, formats, zoo
+from thinwire import codecs, formats, simulate, zoo
 from thinwire.codecs import CODECS
 from thinwire.formats import FORMATS
 
@@ -39,7 +39,7 @@ def test_public_names_are_pinned():
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",
         "all_to_all", "attach", "broadcast", "codecs", "collectives", "data", "explain", "formats",
         "functional", "hooks", "integrations", "irecv", "isend", "lab", "policy", "recv", "reduce_scatter",
-        "schedules", "send", "zoo",
+        "schedules", "send", "simulate", "zoo",
     ]  # fmt: skip
     assert sorted(formats.__all__) == [
         "Dettmers", "E8M0", "FORMATS", "Fixed", "Float", "Format", "Int", "Posit", "Table", "Uniform",
@@ -51,7 +51,12 @@ def test_public_names_are_pinned():
         "picture",
     ]  # fmt: skip
     assert sorted(zoo.__all__) == ["Entry", "MODELS", "get", "shapes"]
-    for module in (thinwire, formats, codecs, zoo):
+    assert sorted(simulate.__all__) == [
+        "Adam", "Arithmetic", "Counters", "LossScale", "Nodes", "Plan", "Point", "Precision", "Quantizer",
+        "RMSprop", "Recipe", "Rule", "SGD", "Stages", "Trained", "assignment", "convert", "describe",
+        "evaluate", "functional", "ladder", "layers", "matmul", "recipes", "round_trip", "train",
+    ]  # fmt: skip
+    for module in (thinwire, formats, codecs, zoo, simulate):
         assert all(hasattr(module, name) for name in module.__all__)
 
 

@@ -8,7 +8,20 @@ from typing import Annotated
 import typer
 
 from thinwire import __version__
-from thinwire.cli import bench, codecs, data, demo, formats, lab, launch, report, schedules, study, watch
+from thinwire.cli import (
+    bench,
+    codecs,
+    data,
+    demo,
+    formats,
+    lab,
+    launch,
+    report,
+    schedules,
+    simulate,
+    study,
+    watch,
+)
 from thinwire.cli.output import Json, print_json, print_table
 from thinwire.errors import ThinwireError
 
@@ -26,6 +39,7 @@ app.command("watch")(watch.watch)
 app.command("report")(report.make_report)
 app.command("demo")(demo.run_demo)
 app.add_typer(study.app, name="study")
+app.command("simulate")(simulate.simulate)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Trials while they run: two bars on a terminal, a line for each trial elsewhere."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -9,7 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from thinwire.study import Record, Trial
-    from thinwire.study.run import Progress
+    from thinwire.study.run import Progress, Tell
+    from thinwire.study.store import Store
 
 INTERRUPTED = 130
 StorePath = Annotated[Path, typer.Option("--store", help="The file that keeps what is done.")]
@@ -18,13 +19,19 @@ STORE = Path("thinwire.sqlite")
 
 
 def train(
-    trials: "Sequence[Trial]", store: Path, shares: Mapping[str, float] | None = None, *, fresh: bool = False
+    trials: "Sequence[Trial]",
+    store: Path,
+    shares: Mapping[str, float] | None = None,
+    *,
+    fresh: bool = False,
+    run: "Callable[[Sequence[Trial], Store, Tell], list[Record]] | None" = None,
 ) -> "list[Record]":
     """The records of trials; those that the store does not hold are run, and shown while they run.
 
-    shares: seconds of a codec beside those of float32, for a first guess of how long all will take.
+    shares: seconds of a codec beside those of float32, for a first guess of how long all will take. run: what
+    runs them; by default processes on the hosts of a lab.
     """
-    from thinwire.study.run import run
+    from thinwire.study import run as runs
     from thinwire.study.store import Store
 
     with Store(store) as opened:
@@ -33,7 +40,7 @@ def train(
         kept = [record for record in map(opened.get, trials) if record is not None]
         with Bars(trials, kept, shares or {}) as bars:
             try:
-                return run(trials, opened, bars.show)
+                return (run or runs.run)(trials, opened, bars.show)
             except KeyboardInterrupt:
                 typer.echo(f"stopped; what is done is kept in {store}: the same command goes on", err=True)
                 raise typer.Exit(INTERRUPTED) from None

@@ -1,6 +1,6 @@
 """Climbing a ladder of codecs, as the diversity of gradients says. All ranks climb at the same step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,18 @@ import torch
 from torch import Tensor
 
 from thinwire.policy import Ladder
+
+
+def diversity(squares: Tensor, sums: Iterable[Tensor]) -> Tensor:
+    """The mean over layers of sum |g|**2 / |sum g|**2; layers without gradients do not count.
+
+    `squares` holds sum |g|**2 of each layer, `sums` the sum of its gradients.
+
+    >>> diversity(torch.tensor([2.0, 0.0]), [torch.tensor([1.0, 1.0]), torch.zeros(2)])
+    tensor(1.)
+    """
+    each = squares / torch.stack([total.square().sum() for total in sums])
+    return each[squares != 0].mean()
 
 
 @dataclass
@@ -47,18 +59,17 @@ class Climber:
         if self.seen < self.ladder.window or not self._sums:
             return False
         squares = torch.stack(list(self._squares.values()))
-        each = squares / torch.stack([total.square().sum() for total in self._sums.values()])
-        diversity = float(agree(each[squares != 0].mean().reshape(1)))  # not of tensors that rest
+        found = float(agree(diversity(squares, self._sums.values()).reshape(1)))
         self._sums.clear()
         self._squares.clear()
         self.seen = 0
-        return self._judge(diversity)
+        return self._judge(found)
 
-    def _judge(self, diversity: float) -> bool:
-        if diversity != diversity or diversity in (0.0, float("inf")):  # a bad step, or gradients of zero
+    def _judge(self, found: float) -> bool:
+        if found != found or found in (0.0, float("inf")):  # a bad step, or gradients of zero
             return False
-        self.largest = max(self.largest, diversity)
-        fell = self.largest / diversity > self.ladder.threshold(self.looks)
+        self.largest = max(self.largest, found)
+        fell = self.largest / found > self.ladder.threshold(self.looks)
         self.looks += 1
         self.violations += fell
         self.calm = 0 if fell else self.calm + 1

@@ -92,6 +92,12 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
         _module("gemm_cpu", "gemm_cuda", a.device).gemm(p, a, b, out, key)
 
 
+def exact_gemm(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
+    """The same with exact sums, rounded to float32 at the end, to nearest even or to odd: `gemm_exact`."""
+    if out.numel():
+        _module("gemm_cpu", "gemm_cuda", a.device).exact(a, b, out, odd=odd)
+
+
 def reads(device: torch.device) -> tuple[torch.dtype, ...]:
     """The input dtypes a device's kernels read without a conversion before the launch."""
     if device.type == "cuda":

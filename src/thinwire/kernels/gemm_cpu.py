@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels import cpu, gemm_loops, gemm_reference
+from thinwire.kernels import cpu, gemm_exact, gemm_loops, gemm_quire, gemm_quire_loops, gemm_reference
 from thinwire.kernels.gemm_params import (
     CHUNKED,
     GRID,
@@ -22,6 +22,7 @@ from thinwire.kernels.loops import F, I, U
 from thinwire.kernels.reference import Key
 
 THREAD_STEPS = 1 << 20  # a thread is worth waking for this many multiplications
+FEW_ROWS = 16  # from here on it pays to copy B with more columns
 ONE = 0x3F800000
 
 
@@ -36,17 +37,38 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
     arrays = a.contiguous().numpy(), b.contiguous().numpy(), out.numpy()
     loop: Any = {KAHAN: gemm_loops.kahan, PAIRWISE: gemm_loops.pairwise}.get(p.order, gemm_loops.sequential)
     chunk = (p.chunk,) if p.order in (CHUNKED, SEQUENTIAL) else ()
-    batch, rows, columns = out.shape
-    spans = _spans(batch, rows, columns, a.shape[-1])
-    calls = [partial(loop, *arrays, span, *chunk, *ways) for span in spans]
+    _run([partial(loop, *arrays, span, *chunk, *ways) for span in _spans(out, a.shape[-1])])
+
+
+def exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
+    """The same with one rounding at the end, to nearest even or to odd; see `gemm_exact`."""
+    a, b = a.contiguous(), b.contiguous()
+    window = gemm_quire.window(_extent(a), _extent(b), a.shape[-1])
+    if window is None:
+        gemm_exact.gemm(a, b, out, odd=odd)
+        return
+    if out.shape[1] >= FEW_ROWS:
+        b = torch.nn.functional.pad(b, (0, -b.shape[-1] % gemm_quire_loops.LANES))
+    biases = tuple(map(gemm_quire.bias, window.units[: window.levels - 1])) or None
+    arrays = a.numpy(), b.numpy(), out.numpy()
+    loop: Any = gemm_quire_loops.exact
+    _run([partial(loop, *arrays, span, odd, biases) for span in _spans(out, a.shape[-1])])
+
+
+def _extent(x: Tensor) -> gemm_quire.Extent:
+    return gemm_quire.Extent(*gemm_quire_loops.extent(x.view(-1).numpy()))
+
+
+def _run(calls: list[partial[None]]) -> None:
     if len(calls) == 1:
         calls[0]()
     else:
         cpu.run_all(calls)
 
 
-def _spans(batch: int, rows: int, columns: int, steps: int) -> list[tuple[int, int, int, int]]:
+def _spans(out: Tensor, steps: int) -> list[tuple[int, int, int, int]]:
     """A part of the result for each thread: groups of four rows, or columns where there are few rows."""
+    batch, rows, columns = out.shape
     groups = batch * (-(-rows // 4))
     count = max(1, min(torch.get_num_threads(), batch * rows * columns * steps // THREAD_STEPS))
     if groups >= count:

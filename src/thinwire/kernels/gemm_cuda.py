@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels import gemm_programs, gemm_reference
+from thinwire.kernels import gemm_exact, gemm_programs, gemm_quire, gemm_reference
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams, Quick
 from thinwire.kernels.reference import Key
 
 ROWS, COLUMNS, UNROLL = 32, 64, 4  # a program's tile; fastest of those tried on an H200
 PAIR_ROWS, PAIR_COLUMNS, LEAVES = 32, 32, 16
+QUIRE_ROWS, QUIRE_COLUMNS = 32, 32
+SCAN, SCANS = 2048, 1024  # numbers a program looks at in one go; programs at most
 BATCH = 65535  # matrices at most in a launch
 ROOM = 1 << 26  # float32 numbers at most that wait for a partner; more rows take turns
 
@@ -24,6 +26,48 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
     else:
         with torch.cuda.device(out.device):
             _run(p, p.quick, a, b.contiguous(), out)
+
+
+def exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
+    """The same with one rounding at the end, to nearest even or to odd; see `gemm_exact`.
+
+    The host waits for the device once, to see which window holds the sums.
+    """
+    if out.device.index == torch.cuda.current_device():
+        _exact(a, b.contiguous(), out, odd=odd)
+    else:
+        with torch.cuda.device(out.device):
+            _exact(a, b.contiguous(), out, odd=odd)
+
+
+def _exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
+    across = a.transpose(-1, -2).contiguous()
+    left, right = _extents(across, b)
+    window = gemm_quire.window(left, right, a.shape[-1])
+    if window is None:
+        gemm_exact.gemm(a, b, out, odd=odd)
+        return
+    for part, _ in _turns(out, 0):
+        _quire(window, across[part], b[part], out[part], odd=odd)
+
+
+def _extents(*operands: Tensor) -> list[gemm_quire.Extent]:
+    found = torch.full((len(operands), 4), -gemm_quire.NO_FIELD, dtype=torch.int32, device=operands[0].device)
+    program: Any = gemm_programs.extent_kernel
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    for x, place in zip(operands, found, strict=True):
+        grid = (min(SCANS, -(-x.numel() // SCAN)),)
+        program[grid](x, place, x.numel(), NOTHING=gemm_quire.NO_FIELD, BLOCK=SCAN, **options)
+    return [gemm_quire.Extent(-each[0], each[1]) for each in found.tolist()]
+
+
+def _quire(window: gemm_quire.Window, across: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
+    batch, rows, columns = out.shape
+    tile = {"BM": QUIRE_ROWS, "BN": QUIRE_COLUMNS, "UNROLL": UNROLL, "num_warps": 4}
+    grid = (-(-rows // QUIRE_ROWS) * -(-columns // QUIRE_COLUMNS), batch)
+    shape = {"LEVELS": window.levels, "ODD": odd, "enable_fp_fusion": True}  # products are exact
+    program: Any = gemm_programs.quire_kernel
+    program[grid](across, b, out, rows, columns, across.shape[-2], *window.units, **shape, **tile)
 
 
 def _run(p: GemmParams, quick: tuple[Quick, Quick], a: Tensor, b: Tensor, out: Tensor) -> None:

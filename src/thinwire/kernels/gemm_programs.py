@@ -4,6 +4,7 @@ A program computes a tile of the result, with its sums in registers. `at` is A w
 exchanged, so that both operands are read along their rows. Ways to round, orders and multiplication are
 compile-time constants; their numbers are run-time scalars. Multiplications and additions must not be
 merged behind our back (`enable_fp_fusion=False` at launch): where that is exact it is written out.
+Exact sums are an exception, as their products are exact.
 """
 
 import triton
@@ -254,3 +255,104 @@ def pairwise_kernel(
         if (blocks >> higher) & 1 == 1:
             s = _round(tl.load(mine + higher * (BM * BN)) + s, ps, SWAY)
     _put(c + batch * M * N, s, rm, rn, M, N)
+
+
+# Exact sums, see `gemm_quire`
+
+
+@triton.jit
+def extent_kernel(x, found, n, NOTHING: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest of -lowest and of highest (see `gemm_quire.Extent`) into `found`."""
+    lowest = tl.full([BLOCK], NOTHING, tl.int32)
+    highest = tl.full([BLOCK], 1, tl.int32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, n, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        b = tl.load(x + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        field = b >> 23
+        size = (b & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0)
+        place = ((size & -size).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        field = tl.maximum(field, 1)
+        lowest = tl.minimum(lowest, tl.where(size != 0, field + place, NOTHING))
+        highest = tl.maximum(highest, field)
+    tl.atomic_max(found, -tl.min(lowest, 0))
+    tl.atomic_max(found + 1, tl.max(highest, 0))
+
+
+@triton.jit
+def _bias(unit):
+    """1.5 * 2**(52 + unit)"""
+    return (((unit + 1075).to(tl.int64) << 52) | 0x8000000000000).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _take(s, p):
+    """An accumulator with what it takes, and the rest."""
+    t = s + p
+    return t, p - (t - s)
+
+
+@triton.jit
+def _odd(x, y):
+    """The sum rounded to odd; x is 0 or greater than y."""
+    s = x + y
+    e = y - (s - x)
+    b = s.to(tl.int64, bitcast=True)
+    b += tl.where((e != 0.0) & ((b & 1) == 0), tl.where((e > 0.0) == (s > 0.0), 1, -1), 0)
+    return b.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _quire_step(pa, pb, rows, columns, s0, s1, s2, LEVELS: tl.constexpr):
+    x = tl.load(pa, mask=rows, other=0.0).to(tl.float64)[:, None]
+    y = tl.load(pb, mask=columns, other=0.0).to(tl.float64)[None, :]
+    p = x * y
+    if LEVELS > 2:
+        s2, p = _take(s2, p)
+    if LEVELS > 1:
+        s1, p = _take(s1, p)
+    return s0 + p, s1, s2
+
+
+@triton.jit(do_not_specialize=["K", "u1", "u2"])
+def quire_kernel(
+    at, b, c, M, N, K, u1, u2, LEVELS: tl.constexpr, ODD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    rm, rn = _tile(M, N, BM, BN)
+    rows, columns = rm < M, rn < N
+    batch = tl.program_id(1).to(tl.int64)
+    pa, pb = at + batch * K * M + rm, b + batch * K * N + rn
+    s0 = tl.zeros([BM, BN], tl.float64)
+    s1, s2 = s0, s0
+    if LEVELS > 1:
+        s1 += _bias(u1)
+    if LEVELS > 2:
+        s2 += _bias(u2)
+    unrolled = K // UNROLL * UNROLL
+    for _ in range(0, unrolled, UNROLL):
+        for u in tl.static_range(UNROLL):
+            s0, s1, s2 = _quire_step(pa + u * M, pb + u * N, rows, columns, s0, s1, s2, LEVELS)
+        pa += UNROLL * M
+        pb += UNROLL * N
+    for _ in range(unrolled, K):
+        s0, s1, s2 = _quire_step(pa, pb, rows, columns, s0, s1, s2, LEVELS)
+        pa += M
+        pb += N
+    z = s0
+    if LEVELS > 1:
+        carry = (s0 + _bias(u1)) - _bias(u1)
+        s0 -= carry
+        s1 = (s1 - _bias(u1)) + carry
+        if LEVELS > 2:
+            carry = (s1 + _bias(u2)) - _bias(u2)
+            z = _odd((s2 - _bias(u2)) + carry, _odd(s1 - carry, s0))
+        else:
+            z = _odd(s1, s0)
+    f = z.to(tl.float32)
+    if ODD:
+        bits, back = f.to(tl.int32, bitcast=True), f.to(tl.float64)
+        wrong = (back != z) & ((bits & 1) == 0)
+        bits += tl.where(wrong, tl.where(tl.abs(back) < tl.abs(z), 1, -1), 0)
+        f = bits.to(tl.float32, bitcast=True)
+    _put(c + batch * M * N, f, rm, rn, M, N)

@@ -1,13 +1,22 @@
-"""How often a format was too small: counted on the device, read when somebody asks."""
+"""How often a format was too small: counted on the device, read when somebody asks.
+
+Counting waits for nothing on a GPU: counts stay in one small table per device, and `step` copies that table
+there. Only `read`, `table` and `rows` fetch it.
+"""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.errors import InputError
 from thinwire.formats import Format
 
-KINDS = ("overflow", "saturation", "underflow")
+KINDS = ("overflow", "saturation", "underflow")  #: of roundings
+UPDATES = ("cancelled",)  #: of updates of weights
+INFINITY = float("inf")
 
 
 @dataclass
@@ -15,7 +24,7 @@ class Counters:
     """Counts by name: of numbers seen, and of those a format could not hold.
 
     overflow: a finite number became infinite or NaN; saturation: it was cut to the largest there is;
-    underflow: it was not zero and became zero.
+    underflow: it was not zero and became zero; cancelled: an update was not zero and its weight stayed.
 
     >>> from thinwire import formats
     >>> counters, e4m3 = Counters(), formats.get("e4m3")
@@ -23,44 +32,187 @@ class Counters:
     >>> counters.note("fc", e4m3, x, e4m3.round(x))
     >>> counters.read()["fc"]
     {'numbers': 4, 'overflow': 1, 'saturation': 0, 'underflow': 1}
+
+    With `history`, `step` ends a step, and `rows` tells steps apart:
+
+    >>> counters = Counters(history=True)
+    >>> for _ in range(2):
+    ...     counters.note("fc", e4m3, x, e4m3.round(x))
+    ...     counters.step()
+    >>> [(row["step"], row["name"], row["overflow"]) for row in counters.rows()]
+    [(0, 'fc', 1), (1, 'fc', 1)]
     """
 
     every: int = 1  #: only every so many calls of a name are counted
-    _calls: dict[str, int] = field(default_factory=dict)
-    _numbers: dict[str, int] = field(default_factory=dict)
-    _counts: dict[str, Tensor] = field(default_factory=dict)
+    history: bool = False  #: whether counts of each step are kept, not their totals alone
+    steps: int = field(default=0, init=False)  #: ended so far
+    _tallies: dict[str, "_Tally"] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _past: list["_Snapshot"] = field(default_factory=list, init=False, repr=False)
 
     def note(
         self, name: str, format: Format, before: Tensor, after: Tensor, unit: Tensor | float = 1.0
     ) -> None:
         """What rounding did; `unit` is the scale it was done with."""
-        call = self._calls.get(name, 0)
-        self._calls[name] = call + 1
-        if call % self.every:
+        tally = self._wanted(name, KINDS)
+        if tally is None or not before.numel():
             return
-        finite = before.isfinite()
-        high, low = format.max * unit, format.min * unit
-        found = torch.stack(
-            (
-                (finite & ~after.isfinite()).sum(),
-                (
-                    finite & ((before > high) & (after == high)) | finite & ((before < low) & (after == low))
-                ).sum(),
-                ((after == 0) & (before != 0)).sum(),
-            )
-        )
-        self._numbers[name] = self._numbers.get(name, 0) + before.numel()
-        self._counts[name] = self._counts[name] + found if name in self._counts else found
+        low, high = tally.range(format)
+        x, y = _array(before), _array(after)
+        if isinstance(x, np.ndarray):
+            self._add(tally, before, _on_host(x, y, low * float(unit), high * float(unit)))
+            return
+        finite, kept = x.abs() < INFINITY, y.abs() < INFINITY
+        cut = ((x > high * unit) | (x < low * unit)) & finite & kept
+        small = x.count_nonzero() - y.count_nonzero()
+        counts = ((finite > kept).count_nonzero(), cut.count_nonzero(), small.clamp_(min=0))
+        self._add(tally, before, torch.stack(counts))
+
+    def cancelled(self, name: str, update: Tensor, before: Tensor, after: Tensor) -> None:
+        """What an update did to weights.
+
+        >>> counters = Counters()
+        >>> before, after = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])
+        >>> counters.cancelled("fc/update", torch.tensor([0.1, 0.0, 1.0]), before, after)
+        >>> counters.read()
+        {'fc/update': {'numbers': 3, 'cancelled': 1}}
+        """
+        tally = self._wanted(name, UPDATES)
+        if tally is not None:
+            stayed = (_array(before) == _array(after)) & (_array(update) != 0)
+            if isinstance(stayed, np.ndarray):
+                self._add(tally, update, (int(np.count_nonzero(stayed)),))
+            else:
+                self._add(tally, update, stayed.count_nonzero()[None])
+
+    def step(self) -> None:
+        """End a step. Nothing is fetched."""
+        if self.history:
+            counts = {name: (each.numbers, tuple(each.counts)) for name, each in self._tallies.items()}
+            tables = {device: table.clone() for device, table in self._tables.items()}
+            self._past.append(_Snapshot(self.steps, counts, tables))
+        self.steps += 1
 
     def read(self) -> dict[str, dict[str, int]]:
         """All counts so far."""
-        return {
-            name: {"numbers": self._numbers[name], **dict(zip(KINDS, counts.tolist(), strict=True))}
-            for name, counts in self._counts.items()
-        }
+        counts = {name: (each.numbers, tuple(each.counts)) for name, each in self._tallies.items()}
+        return self._fetched(_Snapshot(self.steps, counts, self._tables))
+
+    def table(self) -> list[dict[str, Any]]:
+        """All counts so far, as rows; a kind that was not counted is None.
+
+        A name such as `conv1/weight` is that of a layer and of a tensor.
+        """
+        return [_row(name, counts) for name, counts in self.read().items()]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Counts of each step that has ended, as rows; names that were not counted in it have none."""
+        if not self.history:
+            raise InputError("totals alone were kept; use Counters(history=True), and end steps with step()")
+        found, last = [], dict[str, dict[str, int]]()
+        for past in self._past:
+            now = self._fetched(past)
+            for name, counts in now.items():
+                before = last.get(name, {})
+                new = {kind: count - before.get(kind, 0) for kind, count in counts.items()}
+                if new["numbers"]:
+                    found.append({"step": past.step, **_row(name, new)})
+            last = now
+        return found
 
     def clear(self) -> None:
         """Begin anew."""
-        self._calls.clear()
-        self._numbers.clear()
-        self._counts.clear()
+        self.steps = 0
+        for each in (self._tallies, self._tables, self._past):
+            each.clear()
+
+    def _wanted(self, name: str, kinds: tuple[str, ...]) -> "_Tally | None":
+        """What is counted under a name, if this call of it is to be counted."""
+        tally = self._tallies.get(name)
+        if tally is None:
+            tally = self._tallies[name] = _Tally(len(self._tallies), kinds)
+        tally.calls += 1
+        return None if (tally.calls - 1) % self.every else tally
+
+    def _add(self, tally: "_Tally", of: Tensor, found: "tuple[int, ...] | Tensor") -> None:
+        tally.numbers += of.numel()
+        if not isinstance(found, Tensor):
+            for i, count in enumerate(found):
+                tally.counts[i] += count
+            return
+        table = self._tables.get(of.device)
+        if table is None or tally.place >= len(table):
+            wider = torch.zeros(max(64, 2 * tally.place), len(KINDS), dtype=torch.int64, device=of.device)
+            if table is not None:
+                wider[: len(table)] = table
+            table = self._tables[of.device] = wider
+        table[tally.place, : len(tally.kinds)] += found
+
+    def _fetched(self, then: "_Snapshot") -> dict[str, dict[str, int]]:
+        """Counts at a time, of the host and of all devices together."""
+        tables = [table.tolist() for table in then.tables.values()]
+        found = {}
+        for name, (numbers, counts) in then.counts.items():
+            tally = self._tallies[name]
+            rows = [table[tally.place] for table in tables if tally.place < len(table)]
+            sums = [sum(column) for column in zip(counts, *rows, strict=False)]
+            if numbers:
+                found[name] = {"numbers": numbers, **dict(zip(tally.kinds, sums, strict=True))}
+        return found
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is counted under a name: on the host here, on a device in a row of its table."""
+
+    place: int
+    kinds: tuple[str, ...]
+    calls: int = 0
+    numbers: int = 0
+    counts: list[int] = field(default_factory=list)
+    _format: Format | None = None
+    _range: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * len(self.kinds)
+
+    def range(self, format: Format) -> tuple[float, float]:
+        """The least and the largest number of a format: for most names, the last one's."""
+        if format is not self._format:
+            self._format, self._range = format, (format.min, format.max)
+        return self._range
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Totals at the end of a step."""
+
+    step: int
+    counts: dict[str, tuple[int, tuple[int, ...]]]  #: numbers, and what was counted on the host
+    tables: dict[torch.device, Tensor]
+
+
+def _array(x: Tensor) -> Any:
+    """The same numbers as an array of numpy's where that is free: it counts faster on a CPU."""
+    x = x.detach()
+    if x.device.type != "cpu":
+        return x
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _on_host(x: np.ndarray, y: np.ndarray, low: float, high: float) -> tuple[int, int, int]:
+    """What rounding did, looking only as far as it has to."""
+    left = int(np.count_nonzero(y != 0))
+    # Zeros stay zeros. Where they do not, the format has none, and nothing becomes zero.
+    small = max(0, int(np.count_nonzero(x != 0)) - left) if left < y.size else 0
+    if low <= np.minimum.reduce(x, axis=None) and np.maximum.reduce(x, axis=None) <= high:
+        return 0, 0, small
+    finite, kept = abs(x) < INFINITY, abs(y) < INFINITY
+    cut = ((x > high) | (x < low)) & finite & kept
+    return int(np.count_nonzero(finite > kept)), int(np.count_nonzero(cut)), small
+
+
+def _row(name: str, counts: dict[str, int]) -> dict[str, Any]:
+    layer, _, tensor = name.partition("/")
+    kinds = {kind: counts.get(kind) for kind in (*KINDS, *UPDATES)}
+    return {"name": name, "layer": layer, "tensor": tensor, "numbers": counts["numbers"], **kinds}

@@ -45,7 +45,6 @@ from thinwire import buffers, formats, kernels
 from thinwire.errors import FormatError, InputError
 from thinwire.formats import Format
 from thinwire.formats.base import MODES
-from thinwire.kernels import gemm_exact
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, SEQUENTIAL, GemmParams
 from thinwire.kernels.params import FloatParams, GridParams, Params
 from thinwire.rounding import Rounding, Stream
@@ -140,7 +139,7 @@ def _compute(how: Arithmetic, a: Tensor, b: Tensor, out: Tensor, key: kernels.Ke
     mode = MODES[Rounding(how.rounding)]
     total = how._params(how.sum)
     if how.order == "exact":
-        gemm_exact.gemm(a, b, out, odd=total is not None)
+        kernels.exact_gemm(a, b, out, odd=total is not None)
         if total is not None:
             kernels.round(total, out.view(-1).clone(), out.view(-1), mode, key)
     else:

@@ -9,11 +9,11 @@
 | `mlp-dropout` | the same with dropout of 0.2, 0.3 and 0.3 (Dettmers 2016) | 1.9 M |
 | `mlp-1000` | three linear layers, 1000 wide (Gupta et al. 2015) | 1.8 M |
 | `lenet5` | 6, 16 and 120 convolutions of 5 x 5, linear layers of 84 and 10 (as in PositNN) | 62 k |
-| `resnet8` | a residual network of three blocks: 16, 32 and 64 channels | 76 k |
+| `resnet8` | a residual network of three blocks: 16, 32 and 64 channels | 78 k |
 | `resnet18` | the usual one for small images: 64 to 512 channels | 11 M |
 
-Convolutions are followed by group normalisation, but for `lenet5`, which has none. None has batch normalisation, so that replicas hold nothing
-but parameters.
+Convolutions are followed by group normalisation, but for `lenet5`, which has none. None has batch
+normalisation, so that replicas hold nothing but parameters.
 """
 
 import math

@@ -16,15 +16,15 @@ class Estimate:
     count: int
     mean: float
     deviation: float | None = None  #: sample standard deviation
-    margin: float | None = None  #: half of Student's 95 % interval: mean - margin to mean + margin
+    margin: float | None = None  #: half of Student's interval: mean - margin to mean + margin
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where the true mean lies, 95 times out of 100 if the values are normal."""
+        """Where the true mean lies, 95 times out of 100 (by default) if the values are normal."""
         return None if self.margin is None else (self.mean - self.margin, self.mean + self.margin)
 
 
-def estimate(values: Iterable[float]) -> Estimate | None:
+def estimate(values: Iterable[float], confidence: float = CONFIDENCE) -> Estimate | None:
     """Mean, sample deviation and interval of some values; None without any.
 
     >>> estimate([1.0, 2.0, 3.0])
@@ -42,16 +42,18 @@ def estimate(values: Iterable[float]) -> Estimate | None:
     if count == 1:
         return Estimate(count, mean)
     deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in found) / (count - 1))
-    return Estimate(count, mean, deviation, student(count - 1) * deviation / math.sqrt(count))
+    return Estimate(count, mean, deviation, student(count - 1, confidence) * deviation / math.sqrt(count))
 
 
-def differences(values: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:
+def differences(
+    values: Mapping[int, float], base: Mapping[int, float], confidence: float = CONFIDENCE
+) -> Estimate | None:
     """Value minus base over the seeds both have; None where they share no seed.
 
     Runs of one seed begin with the same weights and see the same data, so what the seed does to both
     cancels, and the interval is narrower than that of two separate means.
     """
-    return estimate(values[seed] - base[seed] for seed in sorted(values.keys() & base.keys()))
+    return estimate((values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())), confidence)
 
 
 def ratios(values: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:

@@ -1,0 +1,135 @@
+"""The verb `thinwire simulate`."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.progress import STORE, Fresh, StorePath, train
+from thinwire.errors import InputError
+
+if TYPE_CHECKING:
+    from thinwire.study import Trial
+    from thinwire.study.papers import Paper, Table
+
+Name = Annotated[str | None, typer.Argument(help="Which reproduction; without it, all are listed.")]
+Arms = Annotated[list[str] | None, typer.Option("--arm", help="Only these lines of the tables.")]
+
+
+def simulate(  # noqa: PLR0913
+    name: Name = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small data, few steps: a minute or less.")] = False,
+    table: Annotated[str | None, typer.Option(help="Only tables with this in their title.")] = None,
+    arms: Arms = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of every arm.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Only this seed.", min=0)] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    jobs: Annotated[int, typer.Option(help="Runs at the same time.", min=1)] = 1,
+    store: StorePath = STORE,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON into this folder.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a page with tables and figures.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")] = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Put published claims about low precision to the test, on one device."""
+    from thinwire.study import papers
+
+    if name is None:
+        _list(as_json)
+        return
+    paper = papers.get(name)
+    tables = [
+        each
+        for each in paper.sized(papers.QUICK if quick else papers.FULL)
+        if table is None or table.lower() in each.title.lower()
+    ]
+    if not tables:
+        titles = "; ".join(each.title for each in paper.sized(papers.QUICK if quick else papers.FULL))
+        raise InputError(f"no table of {name} has '{table}' in its title; there are: {titles}")
+    trials = _trials(paper, tables, arms, seeds, seed)
+    found = _result(paper, tables, trials, store, device, jobs, fresh)
+    found["commit"] = commit or found["commit"]
+    if save:
+        from thinwire.bench import machine
+
+        typer.echo(f"saved {machine.save(found, save, f'simulate-{name}')}", err=True)
+    if page:
+        from thinwire.report import papers as report
+
+        typer.echo(f"the page is {report.save([found], page)}", err=True)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _result(
+    paper: "Paper",
+    tables: "list[Table]",
+    trials: "list[Trial]",
+    store: Path,
+    device: str,
+    jobs: int,
+    fresh: bool,
+) -> dict[str, Any]:
+    from thinwire import data
+    from thinwire.cli.data import fetch_bar
+    from thinwire.study.papers import judge
+    from thinwire.study.papers.run import run
+
+    for each in dict.fromkeys(table.data for table in tables):
+        with fetch_bar(each) as fetching:
+            data.fetch(each, fetching)
+    records = train(trials, store, fresh=fresh, run=partial(run, device=device, jobs=jobs))
+    return judge.result(paper, tables, records, device)
+
+
+def _trials(
+    paper: "Paper", tables: "list[Table]", arms: list[str] | None, seeds: int | None, seed: int | None
+) -> "list[Trial]":
+    known = {arm.name for table in tables for arm in table.arms}
+    for each in arms or ():
+        if each not in known:
+            raise InputError(f"{paper.name} has no arm '{each}'; there are: {'; '.join(sorted(known))}")
+    count = seed + 1 if seed is not None else seeds
+    return [
+        trial
+        for table in tables
+        for trial in table.trials(paper.name, count)
+        if (not arms or trial.codec in arms) and seed in (None, trial.seed)
+    ]
+
+
+def _print(found: dict[str, Any]) -> None:
+    from thinwire.study.papers import judge
+
+    typer.echo(f"{found['question']}\n{found['source']}")
+    for part in found["tables"]:
+        title = f"{part['title']}, {len(part['seeds'])} seeds"
+        print_table(title, judge.HEADER, judge.cells(part), right=tuple(range(1, len(judge.HEADER))))
+    if found["claims"]:
+        print_table("claims", judge.CLAIMS, judge.claims(found))
+    for note in found["notes"]:
+        typer.echo(f"- {note}")
+
+
+def _list(as_json: bool) -> None:
+    from thinwire.study import papers
+
+    rows = [
+        (
+            paper.name,
+            paper.question,
+            paper.source,
+            str(sum(len(t.trials(paper.name)) for t in paper.sized("full"))),
+        )
+        for paper in papers.PAPERS.values()
+    ]
+    if as_json:
+        print_json([dict(zip(("name", "question", "source", "runs"), row, strict=True)) for row in rows])
+        return
+    print_table("reproductions", ("name", "question", "source", "runs"), rows, right=(3,))
+    typer.echo("thinwire simulate NAME --quick takes less than a minute; without --quick, hours on a CPU")

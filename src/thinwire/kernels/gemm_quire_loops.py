@@ -1,0 +1,189 @@
+"""Exact matrix products on the CPU, compiled by Numba: see `gemm_quire` for what is done and why it is exact.
+
+`w` is the constants that the second and third level start from: None, (one,) or (one, two). Its type
+chooses the number of levels, so that each is compiled without branches. The loops are those of `gemm_loops`.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, overload
+
+from thinwire.kernels.gemm_loops import OPTIONS, _four, part
+from thinwire.kernels.gemm_quire import NO_FIELD
+from thinwire.kernels.loops import FRACTION, HIDDEN, I0, I1, I23, MAGNITUDE, F, I, _as_float, _as_int, jit
+
+D, L = np.float64, np.int64
+STRIP = 128  # columns at a time: three levels of four rows stay in the first-level cache
+FOUR = 4 * STRIP
+LANES = 16  # columns that the innermost loop takes at once
+NOTHING = I(NO_FIELD)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_long(_context: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(64))
+
+    return types.int64(types.float64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_double(_context: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+@jit
+def extent(x: Any) -> Any:
+    """The fields of `gemm_quire.Extent`, for a flat array."""
+    lowest, highest = NOTHING, I1
+    for i in range(x.size):
+        b = I(_as_int(x[i]) & MAGNITUDE)
+        field = I(b >> I23)
+        size = I(I(b & FRACTION) | (HIDDEN if field > I0 else I0))
+        place = I(I(_as_int(F(I(size & I(-size)))) >> I23) - I(127))  # a power of two's exponent
+        field = I(max(field, I1))
+        lowest = I(min(lowest, I(field + place) if size != I0 else NOTHING))
+        highest = I(max(highest, field))
+    return lowest, highest
+
+
+# A step of the sum and its end, by the type of `w`
+
+
+def _step(s: Any, m: Any, h: Any, j: Any, p: Any, w: Any) -> None:
+    """A name for compiled loops only: Numba puts one of `_choose_step`'s in its place."""
+    raise NotImplementedError
+
+
+def _start(s: Any, m: Any, h: Any, n: Any, w: Any) -> None:
+    """Likewise."""
+    raise NotImplementedError
+
+
+def _end(s: Any, j: Any, w: Any) -> Any:
+    """Likewise: a float64 that rounds to float32 as the sum does."""
+    raise NotImplementedError
+
+
+@part
+def _take(s: Any, j: Any, p: Any) -> Any:
+    """Into an accumulator what it takes; the rest comes back."""
+    t = s[j] + p
+    rest = p - (t - s[j])
+    s[j] = t
+    return rest
+
+
+@overload(_step, strict=False, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+def _choose_step(s: Any, m: Any, h: Any, j: Any, p: Any, w: Any) -> Any:
+    def one(s: Any, m: Any, h: Any, j: Any, p: Any, w: Any) -> None:
+        s[j] += p
+
+    def two(s: Any, m: Any, h: Any, j: Any, p: Any, w: Any) -> None:
+        s[j] += _take(m, j, p)
+
+    def three(s: Any, m: Any, h: Any, j: Any, p: Any, w: Any) -> None:
+        s[j] += _take(m, j, _take(h, j, p))
+
+    return one if w == types.none else (one, two, three)[len(w)]
+
+
+@overload(_start, strict=False, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+def _choose_start(s: Any, m: Any, h: Any, n: Any, w: Any) -> Any:
+    def one(s: Any, m: Any, h: Any, n: Any, w: Any) -> None:
+        _fill(s, n, D(0))
+
+    def two(s: Any, m: Any, h: Any, n: Any, w: Any) -> None:
+        _fill(s, n, D(0))
+        _fill(m, n, w[0])
+
+    def three(s: Any, m: Any, h: Any, n: Any, w: Any) -> None:
+        _fill(s, n, D(0))
+        _fill(m, n, w[0])
+        _fill(h, n, w[1])
+
+    return one if w == types.none else (one, two, three)[len(w)]
+
+
+@part
+def _fill(s: Any, n: Any, value: Any) -> None:
+    for r in range(4):
+        strip = s[r * STRIP : r * STRIP + n]
+        for j in range(n):
+            strip[j] = value
+
+
+@overload(_end, strict=False, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+def _choose_end(s: Any, j: Any, w: Any) -> Any:
+    def one(s: Any, j: Any, w: Any) -> Any:
+        return s[j]
+
+    def two(s: Any, j: Any, w: Any) -> Any:
+        c = (s[j] + w[0]) - w[0]
+        return _odd(s[j + FOUR] - w[0] + c, s[j] - c)
+
+    def three(s: Any, j: Any, w: Any) -> Any:
+        c = (s[j] + w[0]) - w[0]
+        m = (s[j + FOUR] - w[0]) + c
+        d = (m + w[1]) - w[1]
+        return _odd((s[j + 2 * FOUR] - w[1]) + d, _odd(m - d, s[j] - c))
+
+    return one if w == types.none else (one, two, three)[len(w)]
+
+
+@part
+def _odd(x: Any, y: Any) -> Any:
+    """The sum rounded to odd; x is 0 or greater than y."""
+    s = x + y
+    e = y - (s - x)
+    b = _as_long(s)
+    b += (L(1) if (e > 0) == (s > 0) else L(-1)) if (e != 0) & ((b & L(1)) == 0) else L(0)
+    return _as_double(b)
+
+
+@part
+def _single(z: Any, odd: Any) -> Any:
+    """To float32: to odd, or to nearest even."""
+    f = F(z)
+    if not odd:
+        return f
+    b = _as_int(f)
+    wrong = (D(f) != z) & ((b & I1) == I0)
+    return _as_float(I(b + ((I1 if abs(D(f)) < abs(z) else I(-1)) if wrong else I0)))
+
+
+@jit
+def exact(a: Any, b: Any, out: Any, span: Any, odd: Any, w: Any) -> None:
+    """Rows of B may be longer than those of the result: whole vectors of columns are faster than a few."""
+    s = np.empty(3 * FOUR, D)
+    l0, l1, l2, l3 = s[:STRIP], s[STRIP : 2 * STRIP], s[2 * STRIP : 3 * STRIP], s[3 * STRIP : FOUR]
+    m, h = s[FOUR : 2 * FOUR], s[2 * FOUR :]
+    m0, m1, m2, m3 = m[:STRIP], m[STRIP : 2 * STRIP], m[2 * STRIP : 3 * STRIP], m[3 * STRIP :]
+    h0, h1, h2, h3 = h[:STRIP], h[STRIP : 2 * STRIP], h[2 * STRIP : 3 * STRIP], h[3 * STRIP :]
+    for group in range(span[0], span[1]):
+        batch, i0, i1, i2, i3 = _four(a, group)
+        for start in range(span[2], span[3], STRIP):
+            n = min(STRIP, span[3] - start)
+            wide = min((n + LANES - 1) // LANES * LANES, b.shape[2] - start)
+            _start(s, m, h, wide, w)
+            for k in range(b.shape[1]):
+                a0, a1 = D(a[batch, i0, k]), D(a[batch, i1, k])
+                a2, a3 = D(a[batch, i2, k]), D(a[batch, i3, k])
+                row = b[batch, k, start : start + wide]
+                for j in range(wide):
+                    x = D(row[j])
+                    _step(l0, m0, h0, j, a0 * x, w)
+                    _step(l1, m1, h1, j, a1 * x, w)
+                    _step(l2, m2, h2, j, a2 * x, w)
+                    _step(l3, m3, h3, j, a3 * x, w)
+            rows = (i0, i1, i2, i3)
+            for r in range(4):
+                row = out[batch, rows[r], start : start + n]
+                for j in range(n):
+                    row[j] = _single(_end(s, r * STRIP + j, w), odd)

@@ -1,0 +1,256 @@
+"""Which layers get few bits: the largest first, and back if they overflow (Lee, Sharma and Aiken 2023).
+
+A network is cut into groups. A convolution, a linear layer or attention begins one, and what follows (norms,
+activations, pooling) belongs to it. Groups are demoted to low precision from the largest down, until a given
+share of all numbers is low. While training, `Promotion` finds the layers whose numbers overflow: they
+return to high precision, for good.
+
+    low = demote(model, example, share=0.9)
+    simulate.convert(model, recipe(low))
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import InputError
+from thinwire.formats import Float
+from thinwire.simulate.conversion import ROOT, Recipe, Rule
+from thinwire.simulate.counters import Counters
+from thinwire.simulate.precision import Precision
+from thinwire.simulate.stages import Stages
+
+#: Layers that begin a group.
+HEADS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.MultiheadAttention,
+)
+#: A sign, 4 exponent and 3 mantissa bits; a bias of 7 + 4 moves its range down to 2**-13 .. 28, where
+#: activations are. NaN is kept, what is larger is cut.
+SHIFTED = Float(4, 3, specials="fn", saturate=True, bias=11)
+HIGH = Stages.uniform("e6m9")
+LOW = Stages(SHIFTED, "e5m2", "e6m9", optimizer="e6m9", loss="e6m9")
+#: Tensors whose overflow promotes a layer, by the last part of their names.
+FORWARD = (
+    "input", "weight", "bias", "output", "mean", "variance", "normalized",
+    "input_q", "input_k", "input_v", "scores", "weights", "kept",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer, not made of others: how many numbers it puts out, and how many parameters it has."""
+
+    name: str
+    outputs: int
+    parameters: int
+
+    @property
+    def size(self) -> int:
+        return self.outputs + self.parameters
+
+
+@dataclass(frozen=True)
+class Group:
+    """A layer and what follows it; without a name, what comes before the first such layer."""
+
+    name: str
+    members: tuple[Member, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(each.size for each in self.members)
+
+
+@torch.no_grad()
+def groups(model: nn.Module, example: Any) -> tuple[Group, ...]:
+    """The groups of a model, in the order in which a batch passes through them.
+
+    `example` is a batch (a tensor, or a tuple of arguments), sent through the model in evaluation: statistics
+    of norms stay as they were. Reshaping and activations in place put out nothing new.
+
+    >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    >>> [(each.name, each.size) for each in groups(net, torch.zeros(1, 1, 4, 4))]
+    [('0', 36), ('3', 30)]
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    outputs: dict[str, int] = {}
+    group_of: dict[str, str] = {}
+    current = ""
+
+    def seen(name: str, module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+        nonlocal current
+        current = name if isinstance(module, HEADS) else current
+        group_of.setdefault(name, current)
+        held = {_storage(each) for each in _tensors(given)}
+        fresh = (each.numel() for each in _tensors(result) if _storage(each) not in held)
+        outputs[name] = outputs.get(name, 0) + sum(fresh)
+
+    leaves = dict(_leaves(model))
+    hooks = [
+        module.register_forward_hook(
+            lambda module, given, result, name=name: seen(name, module, given, result)
+        )
+        for name, module in leaves.items()
+    ]
+    training = {each: each.training for each in model.modules()}
+    try:
+        model.eval()
+        model(*(example if isinstance(example, tuple) else (example,)))
+    finally:
+        for module, before in training.items():
+            module.training = before
+        for hook in hooks:
+            hook.remove()
+    found: dict[str, list[Member]] = {}
+    for name, group in group_of.items():
+        count = sum(each.numel() for each in leaves[name].parameters())
+        found.setdefault(group, []).append(Member(name, outputs[name], count))
+    return tuple(Group(name, tuple(members)) for name, members in found.items())
+
+
+def demote(
+    model: nn.Module, example: Any, share: float, low: Stages = LOW, high: Stages = HIGH
+) -> dict[str, Stages]:
+    """Stages for every layer: low for the largest groups, until they hold `share` of all numbers or more.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> found = demote(net, torch.zeros(1, 4), share=0.5)
+    >>> [name for name, stages in found.items() if stages == LOW]
+    ['0', '1']
+    """
+    if not 0 <= share <= 1:
+        raise InputError(f"share must be from 0 to 1, not {share}")
+    parts = groups(model, example)
+    named = sorted((each for each in parts if each.name), key=lambda each: -each.size)
+    if not named:
+        raise InputError("the model has no linear, convolutional or attention layer that could be demoted")
+    wanted, held, chosen = share * sum(each.size for each in parts), 0, set()
+    for each in named:
+        if held >= wanted:
+            break
+        held += each.size
+        chosen.add(each.name)
+    return {member.name: low if group.name in chosen else high for group in parts for member in group.members}
+
+
+def recipe(
+    assignment: Mapping[str, Stages], high: Stages = HIGH, name: str = "assigned", why: str = ""
+) -> Recipe:
+    """An assignment in the form that `convert` takes: one rule for each layer, `high` for the rest."""
+    rules = tuple(Rule(stages, name=layer, why=why) for layer, stages in assignment.items())
+    return Recipe(name, high, rules)
+
+
+def bits(model: nn.Module, assignment: Mapping[str, Stages], example: Any, high: Stages = HIGH) -> float:
+    """Mean bits of a number in training: of outputs and their errors, parameters and their gradients.
+
+    >>> net = nn.Sequential(nn.Linear(4, 4, bias=False))
+    >>> bits(net, {"0": HIGH}, torch.zeros(4, 4)), bits(net, {"0": LOW}, torch.zeros(4, 4))
+    (16.0, 10.0)
+    """
+    total = numbers = 0
+    for group in groups(model, example):
+        for each in group.members:
+            stages = assignment.get(each.name, high)
+            forward, backward, gradient = (
+                Precision.of(spec).bits for spec in (stages.forward, stages.backward, stages.gradient)
+            )
+            total += each.outputs * (forward + backward) + each.parameters * (forward + gradient)
+            numbers += 2 * each.size
+    if not numbers:
+        raise InputError("the model puts out no numbers for this example")
+    return total / numbers
+
+
+@dataclass
+class Promotion:
+    """Looks for layers whose numbers overflow on the way forward.
+
+    >>> counters, promotion = Counters(), Promotion(threshold=0.01)
+    >>> x = torch.tensor([1.0, 100.0])
+    >>> counters.note("fc/output", SHIFTED, x, SHIFTED.round(x))
+    >>> promotion.look(counters), promotion.look(counters)
+    (['fc'], [])
+    """
+
+    threshold: float = 0.01  #: more than this share of a tensor's numbers is too much
+    promoted: set[str] = field(default_factory=set)  #: layers, for good
+    _last: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def look(self, counters: Counters, reduce: Callable[[Tensor], Tensor] | None = None) -> list[str]:
+        """Layers to promote, for what was counted since the last look; each is named once.
+
+        `reduce` makes of each rank's shares the largest over ranks, so that all promote the same layers. It
+        gets shares in the order of layers' names, of which all ranks have counted the same.
+        """
+        worst: dict[str, float] = {}
+        for name, counts in counters.read().items():
+            layer, _, tensor = name.partition("/")
+            if tensor.rpartition("/")[2] in FORWARD and "overflow" in counts:
+                beyond = counts["overflow"] + counts["saturation"]
+                share = self._since(name, counts["numbers"], beyond)
+                worst[layer] = max(worst.get(layer, 0.0), share)
+        layers = sorted(worst)
+        shares = torch.tensor([worst[layer] for layer in layers], dtype=torch.float64)
+        if reduce is not None and layers:
+            shares = reduce(shares)
+        found = [
+            layer
+            for layer, share in zip(layers, shares.tolist(), strict=True)
+            if share > self.threshold and layer not in self.promoted
+        ]
+        self.promoted.update(found)
+        return found
+
+    def _since(self, name: str, numbers: int, beyond: int) -> float:
+        """The share that was beyond a format's range since the last look."""
+        before = self._last.get(name, (0, 0))
+        if before[0] > numbers:  # counted anew
+            before = (0, 0)
+        self._last[name] = (numbers, beyond)
+        return (beyond - before[1]) / (numbers - before[0]) if numbers > before[0] else 0.0
+
+
+def promote(
+    assignment: Mapping[str, Stages], layers: Iterable[str], high: Stages = HIGH
+) -> dict[str, Stages]:
+    """The assignment with some layers in high precision.
+
+    >>> promote({"fc": LOW}, ["fc"]) == {"fc": HIGH}
+    True
+    """
+    return {**assignment, **dict.fromkeys(layers, high)}
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are not made of others, and those that begin a group, each once, by name."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        head = isinstance(module, HEADS)
+        if head:
+            inside.update(id(child) for child in module.modules() if child is not module)
+        if id(module) not in inside and (head or next(module.children(), None) is None):
+            yield name or ROOT, module
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
+    if isinstance(found, Mapping):
+        found = found.values()
+    return [x for each in found for x in _tensors(each)] if isinstance(found, Iterable) else []
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

@@ -1,0 +1,207 @@
+"""Which layer computes in which numbers: what papers propose, as data.
+
+A recipe has stages, and rules for layers that are exceptions to them; the first rule that matches a layer
+takes it. `get` finds a recipe by its spec:
+
+| spec | numbers | after |
+|---|---|---|
+| `fp32` | float32 | |
+| `bf16` | bfloat16 everywhere, sums inside of products float32 | Zamirai et al. 2020, arXiv 2010.06192 |
+| `bf16~sr`, `bf16~fp32` | the same; weights are updated at random, or kept in float32 | |
+| `gupta/2.14` | fixed point IL.FL everywhere, rounded once per sum | Gupta et al. 2015, arXiv 1502.02551 |
+| `gupta/2.14~sr` | the same, rounded at random | |
+| `gupta/2.14~sr+exact` | products summed exactly, as in a wide accumulator; else in float32 | |
+| `mellempudi` | e5m2 at random, stored weights float16 | Mellempudi et al. 2019, arXiv 1905.12334 |
+| `positnn/8` | posits of 8 bits and es 2, also in every sum | Raposo et al. 2021, arXiv 2105.00053 |
+| `positnn/O12L12` | the same, but 12 bits for the stages O(ptimizer) and L(oss); likewise F, B, G | |
+| `positnn/8+quire` | products summed exactly and rounded once | |
+| `positnn/8+quire+underflow` | the same; the smallest numbers become zero | |
+| `mogami`, `mogami/forward` | float32, multiplied by adding integers, or only forward | Mogami 2020 |
+| `mogami/0.0625`, `mogami/forward/0.0625` | the same, with that offset | |
+| `lu` | posit(8,1) forward, (8,2) back, 16 bits in norms and updates | Lu et al. 2019, arXiv 1909.03831 |
+| `e5m2`, `posit8_1~sr`, ... | any precision, for every stage | |
+
+>>> get("positnn/O12L12").stages.optimizer
+Precision(posit12_2)
+>>> get("gupta/2.14~sr").stages.forward
+Precision(fixed2.14~sr)
+"""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from thinwire.errors import FormatError
+from thinwire.simulate.gemm import Arithmetic
+from thinwire.simulate.precision import Precision
+from thinwire.simulate.stages import Stages
+
+PLACES = ("*", "first", "last")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What layers that match compute with; stages None: they stay plain float32 layers of torch."""
+
+    stages: Stages | None
+    name: str = "*"  #: a glob, of the layer's name in the model
+    kind: str = "*"  #: a glob, of the name of the layer's class
+    place: str = "*"  #: "first" or "last" of the layers with products, in the order of definition
+    why: str = ""  #: in a few words, for listings
+
+    def __post_init__(self) -> None:
+        if self.stages is not None and not isinstance(self.stages, Stages):
+            raise FormatError(f"a rule needs Stages, or None for a plain layer, not {self.stages!r}")
+        if self.place not in PLACES:
+            raise FormatError(f"no layer's place is '{self.place}'; use one of: {', '.join(PLACES)}")
+
+    def matches(self, name: str, kind: str, places: tuple[str, ...] = ()) -> bool:
+        return (
+            fnmatch.fnmatchcase(name, self.name)
+            and fnmatch.fnmatchcase(kind, self.kind)
+            and self.place in ("*", *places)
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Stages, and rules for the layers that are exceptions.
+
+    >>> wide = Rule(Stages.uniform("bfloat16"), kind="*Norm*", why="sensitive")
+    >>> recipe = Recipe("mine", Stages.uniform("e4m3"), (wide,))
+    >>> str(recipe.route("norm1", "LayerNorm").stages), recipe.route("fc", "Linear")
+    ('bfloat16', None)
+    >>> recipe.optimizer
+    Precision(e4m3)
+    """
+
+    name: str
+    stages: Stages
+    rules: tuple[Rule, ...] = ()
+    source: str = ""  #: where it comes from
+
+    def route(self, name: str, kind: str, places: tuple[str, ...] = ()) -> Rule | None:
+        """The rule that takes a layer, if one does."""
+        return next((rule for rule in self.rules if rule.matches(name, kind, places)), None)
+
+    @property
+    def optimizer(self) -> Precision:
+        """In what numbers weights are stored and updated."""
+        return Precision.of(self.stages.optimizer)
+
+
+def get(spec: "str | Recipe | Stages") -> Recipe:
+    """A recipe as it is, stages for all layers, or what a spec says.
+
+    >>> get("bf17")
+    Traceback (most recent call last):
+    thinwire.errors.FormatError: no recipe is called 'bf17'; near: bf16, ...
+    """
+    if isinstance(spec, Recipe):
+        return spec
+    if isinstance(spec, Stages):
+        return Recipe("stages", spec)
+    if not isinstance(spec, str):
+        raise FormatError(f"a recipe is a name, Stages or a Recipe, not {type(spec).__name__}")
+    if spec in RECIPES:
+        return RECIPES[spec]
+    for pattern, make in FAMILIES.values():
+        found = re.fullmatch(pattern, spec)
+        if found:
+            return make(spec, *found.groups())
+    try:
+        return Recipe(spec, Stages.uniform(spec))
+    except FormatError as error:
+        near = difflib.get_close_matches(spec, (*RECIPES, *EXAMPLES), n=3, cutoff=0.5)
+        hint = f"near: {', '.join(near)}; " if near else ""
+        raise FormatError(
+            f"no recipe is called '{spec}'; {hint}recipes: {', '.join((*RECIPES, *FAMILIES))}; "
+            f"and it is no precision: {error}"
+        ) from None
+
+
+def _gupta(spec: str, whole: str, fraction: str, random: str | None, exact: str | None) -> Recipe:
+    precision = Precision.of(f"fixed{whole}.{fraction}{random or ''}")
+    how = Arithmetic(sum=precision.format, order="exact", rounding=precision.rounding) if exact else None
+    return Recipe(spec, Stages.uniform(precision, how), source="Gupta et al. 2015, arXiv 1502.02551")
+
+
+def _positnn(spec: str, bits: str | None, parts: str | None, quire: str | None, low: str | None) -> Recipe:
+    letters = dict.fromkeys("FBGOL", bits or "8")
+    given = re.findall(r"([FBGOL])(\d+)", parts or "")
+    if len({letter for letter, _ in given}) < len(given):
+        raise FormatError(f"'{spec}' names a stage twice; the stages are F, B, G, O and L")
+    letters.update(given)
+    kept = {letter: Precision.of(f"posit{n}_2{'_underflow' if low else ''}") for letter, n in letters.items()}
+    forward, backward = (kept[letter].format for letter in "FB")
+    if quire:
+        same = kept["B"] == kept["G"]
+        ahead = Arithmetic(sum=forward, order="exact")
+        back = Arithmetic(sum=backward if same else None, order="exact")
+    else:
+        ahead, back = Arithmetic(forward, forward), Arithmetic(backward, backward)
+    stages = Stages(kept["F"], kept["B"], kept["G"], kept["O"], kept["L"], ahead, back)
+    return Recipe(spec, stages, source="Raposo, Tomas and Roma 2021, arXiv 2105.00053")
+
+
+def _mogami(spec: str, forward: str | None, offset: str | None) -> Recipe:
+    how = Arithmetic(multiply=f"mogami{offset or ''}")
+    stages = Stages(arithmetic=how, backward_arithmetic=None if forward else how)
+    return Recipe(spec, stages, source="Mogami 2020, Deep Neural Network Training without Multiplications")
+
+
+def _mellempudi() -> Recipe:
+    """E5M2 into every product, and float16 for what is stored.
+
+    A stage has one rounding for activations and weights: here weights, too, are rounded at random.
+    """
+    stages = Stages("e5m2~sr", "e5m2~sr", "e5m2~sr", optimizer="float16", loss="float16")
+    half = Stages.uniform("float16")
+    why = "float16 at both ends is our reading of the paper"
+    return Recipe(
+        "mellempudi",
+        stages,
+        (Rule(half, place="first", why=why), Rule(half, place="last", why=why)),
+        source="Mellempudi et al. 2019, arXiv 1905.12334",
+    )
+
+
+def _lu() -> Recipe:
+    """Rounding toward zero and a scale for each tensor. The warm-up in float32 is the caller's: `fp32` first.
+
+    The scale of errors and gradients, and 16 bits for the loss, are our reading of the paper.
+    """
+    back, wide, wide_back = "posit8_2~zero~centre", "posit16_1~zero", "posit16_2~zero"
+    norms = Stages(wide, wide_back, wide_back, optimizer=wide, loss=wide_back)
+    return Recipe(
+        "lu",
+        Stages("posit8_1~zero~centre", back, back, optimizer=wide, loss=wide_back),
+        (Rule(norms, kind="*Norm*", why="normalisation has 16 bits"),),
+        source="Lu et al. 2019, arXiv 1909.03831",
+    )
+
+
+_BF16 = Recipe("bf16", Stages.uniform("bfloat16"), source="Zamirai et al. 2020, arXiv 2010.06192")
+
+#: Recipes by name.
+RECIPES: dict[str, Recipe] = {
+    each.name: each
+    for each in (
+        Recipe("fp32", Stages(), source="float32, as torch computes"),
+        _BF16,
+        replace(_BF16, name="bf16~sr", stages=replace(_BF16.stages, optimizer="bfloat16~sr")),
+        replace(_BF16, name="bf16~fp32", stages=replace(_BF16.stages, optimizer="fp32")),
+        _mellempudi(),
+        _lu(),
+    )
+}
+
+#: Recipes whose specs have parameters: how such a spec looks, and what makes a recipe of it.
+FAMILIES: dict[str, tuple[str, Callable[..., Recipe]]] = {
+    "gupta/IL.FL": (r"gupta/(\d+)\.(\d+)(~sr)?(\+exact)?", _gupta),
+    "positnn/N": (r"positnn/(?:(\d+)|((?:[FBGOL]\d+)+))(\+quire)?(\+underflow)?", _positnn),
+    "mogami": (r"mogami(/forward)?(/0(?:\.\d+)?)?", _mogami),
+}
+EXAMPLES = ("gupta/2.14", "gupta/2.14~sr", "positnn/8", "positnn/O12L12", "mogami", "mogami/forward")

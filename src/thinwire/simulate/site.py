@@ -1,0 +1,137 @@
+"""Where a layer's numbers are made: its stages, its name, and the number of the call.
+
+Every rounding and every product in a call has a name of its own, which counters list and from which, together
+with the layer's name, the seed and the number of the call, random streams are derived.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire import formats
+from thinwire.errors import InputError
+from thinwire.rounding import Rounding, Stream
+from thinwire.simulate.counters import Counters
+from thinwire.simulate.gemm import Arithmetic, matmul
+from thinwire.simulate.precision import Precision
+from thinwire.simulate.stages import Stages
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call of one layer.
+
+    >>> site = Site(Stages(forward="e4m3"), name="fc")
+    >>> site.forward(torch.tensor([0.3]), "input")
+    tensor([0.3125])
+    """
+
+    stages: Stages = Stages()
+    seed: int = 0
+    name: str = "layer"
+    call: int = 1
+    counters: Counters | None = None
+
+    def part(self, name: str) -> "Site":
+        """The same call, in a part of the layer."""
+        return replace(self, name=f"{self.name}/{name}")
+
+    def forward(self, x: Tensor, what: str) -> Tensor:
+        return self.rounded(x, self.stages.forward, what)
+
+    def backward(self, x: Tensor, what: str) -> Tensor:
+        return self.rounded(x, self.stages.backward, what)
+
+    def gradient(self, x: Tensor, what: str) -> Tensor:
+        return self.rounded(x, self.stages.gradient, what)
+
+    def loss(self, x: Tensor, what: str) -> Tensor:
+        return self.rounded(x, self.stages.loss, what)
+
+    def stored(self, x: Tensor, what: str) -> Tensor:
+        """Of numbers that are kept from step to step."""
+        return self.rounded(x, self.stages.optimizer, what)
+
+    def rounded(self, x: Tensor, how: object, what: str) -> Tensor:
+        """x in the numbers of a stage; the same tensor where that is float32."""
+        assert isinstance(how, Precision)
+        if how.format is None:
+            return x
+        result = how.round(x, self._stream(what) if how.needs_rng else None)
+        if self.counters is not None:
+            unit = how.unit(x) if how.scale else 1.0
+            self.counters.note(f"{self.name}/{what}", how.format, x, result, unit)
+        return result
+
+    def again(self, weight: Tensor, rounded: Tensor, what: str) -> Tensor:
+        """A weight for the way back: rounded anew, unless that would give what there is."""
+        forward, backward = self.stages.forward, self.stages.backward
+        assert isinstance(backward, Precision)
+        if forward == backward and not backward.needs_rng:
+            return rounded
+        return self.backward(weight, what)
+
+    @property
+    def ahead(self) -> Arithmetic | None:
+        """How products are computed on the way forward."""
+        return self.stages.arithmetic
+
+    @property
+    def back(self) -> Arithmetic | None:
+        """How products are computed on the way back."""
+        how = self.stages.backward_arithmetic
+        assert not isinstance(how, str)
+        return how
+
+    def product(self, a: Tensor, b: Tensor, how: Arithmetic | None, what: str) -> Tensor:
+        """[..., M, K] times [..., K, N]."""
+        if how is None:
+            with unautocast(a.device):
+                return torch.matmul(a, b)
+        return matmul(a, b, how, rng=self._draws(how, f"{what}*"))
+
+    def plus(self, a: Tensor, b: Tensor | None, how: Arithmetic | None, what: str) -> Tensor:
+        """a + b, rounded as sums are."""
+        if b is None:
+            return a
+        total = a + b
+        if how is None or how.sum is None:
+            return total
+        return formats.get(how.sum).round(total, how.rounding, self._draws(how, f"{what}+"))
+
+    def total(self, rows: Tensor, how: Arithmetic | None, what: str) -> Tensor:
+        """The sum of the rows of [..., M, N], added up as products are; nothing is multiplied."""
+        if how is None:
+            return rows.sum(-2)
+        adding = replace(how, product=None, multiply="exact")
+        return self.product(rows.new_ones(1, rows.shape[-2]), rows, adding, what).squeeze(-2)
+
+    def _draws(self, how: Arithmetic, what: str) -> Stream | None:
+        return self._stream(what) if how.rounding == Rounding.STOCHASTIC else None
+
+    def _stream(self, what: str) -> Stream:
+        return Stream(self.seed, step=self.call, tensor=f"{self.name}/{what}")
+
+
+def unautocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """In which torch keeps float32 what is float32."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def unshared(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """y in another shape; unlike a view, later layers may change it in place."""
+    result: Tensor = torch.ops.aten._unsafe_view(y, shape)
+    return result
+
+
+def single(*tensors: Tensor | None) -> None:
+    """Complain of anything but float32."""
+    for x in tensors:
+        if x is not None and x.dtype != torch.float32:
+            kind = str(x.dtype).removeprefix("torch.")
+            raise InputError(f"simulated layers compute with float32, not {kind}; use .float(), no autocast")

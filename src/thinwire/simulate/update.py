@@ -1,0 +1,313 @@
+"""Optimizers whose weights, and whose own numbers, are kept in few bits.
+
+With K for rounding to the weights' precision and u for the update, -lr times a direction, in float32:
+
+| update | weights |
+|---|---|
+| `round` | w = K(w + u): with rounding to nearest, updates below half a step of w are lost |
+| `kahan` | y = K(u - c); s = K(w + y); c = K(K(s - w) - y); w = s: what is lost is kept in c for later |
+
+`round` with a precision such as `bfloat16~sr` rounds at random, right on average. Zamirai et al. (2020,
+"Revisiting BFloat16 Training") compare the three. Momentum and moments are rounded likewise, each to the
+precision `state`, before they are used: PositNN's v = S(momentum v + g), w = K(w - lr v).
+
+Weights are rounded once at their first step, and are in their precision from then on. Random words depend on
+the seed, the number of the step and the parameter's name, not on the rank: replicas stay equal.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from thinwire.errors import FormatError, InputError
+from thinwire.formats import Format
+from thinwire.rounding import Stream
+from thinwire.simulate.counters import Counters
+from thinwire.simulate.precision import Precision
+
+UPDATES = ("round", "kahan")
+PRECISIONS = ("keep", "state")
+
+
+class Kept(TypedDict, total=False):
+    """Options of all optimizers here; all but `counters` and `names` may differ between parameter groups."""
+
+    keep: Precision | Format | str | None  #: of weights; bfloat16 if not given, None: float32
+    state: Precision | Format | str | None  #: of the optimizer's numbers; None: that of the weights
+    update: str  #: "round" or "kahan"
+    seed: int  #: of stochastic rounding
+    counters: Counters | None  #: counts updates that left a weight as it was, as `name/update`
+    names: Iterable[str] | None  #: of parameters, in their order; or give `model.named_parameters()`
+
+
+class Rounded(Optimizer):
+    """What the optimizers here have in common; a subclass says where to go."""
+
+    counters: Counters | None = None
+
+    def __init__(self, params: Any, defaults: dict[str, Any], kept: Kept) -> None:
+        options = {
+            "keep": kept.get("keep", "bfloat16"),
+            "state": kept.get("state"),
+            "update": kept.get("update", "round"),
+            "seed": kept.get("seed", 0),
+        }
+        names = kept.get("names")
+        super().__init__(params if names is None else _named(names, params), {**defaults, **options})
+        self.counters = kept.get("counters")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; what the group does not say is as for the others."""
+        group = dict(param_group)
+        group["keep"] = Precision.of(group.get("keep", self.defaults["keep"]))
+        state = group.get("state", self.defaults["state"])
+        group["state"] = group["keep"] if state is None else Precision.of(state)
+        update = group.get("update", self.defaults["update"])
+        if update not in UPDATES:
+            raise InputError(f"unknown update '{update}'; use one of: {', '.join(UPDATES)}")
+        if update == "kahan" and group["keep"].needs_rng:
+            raise FormatError(
+                f"update 'kahan' rounds to nearest; {group['keep'].spec} without '~sr' would work"
+            )
+        super().add_param_group(group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype != torch.float32:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise InputError(f"parameters must be float32, which stands for all formats, not {dtype}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Change all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        first = 0
+        for group in self.param_groups:
+            names = group.get("param_names") or [str(first + i) for i in range(len(group["params"]))]
+            first += len(names)
+            for name, parameter in zip(names, group["params"], strict=True):
+                if parameter.grad is not None:
+                    self._change(name, parameter, group)
+        return loss
+
+    def _change(self, name: str, weight: Tensor, group: dict[str, Any]) -> None:
+        gradient, state, keep = weight.grad, self.state[weight], group["keep"]
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise InputError(f"the gradient of '{name}' is sparse; use sparse=False in its layer")
+        if not state:
+            state["step"] = 0
+            weight.copy_(keep.round(weight, Stream(group["seed"], tensor=name)))
+        state["step"] += 1
+        if group["weight_decay"]:
+            gradient = _plus(gradient, weight, group["weight_decay"], _single(group))
+        direction, rate = self._direction(gradient, state, group, name)
+        if group["update"] == "kahan":
+            changed = _kahan(weight, direction * -rate, state, keep)
+        else:
+            exact = _plus(weight, direction, -rate, _single(group))
+            changed = keep.round(exact, Stream(group["seed"], step=state["step"], tensor=name))
+        if self.counters is not None:
+            update = direction if rate else torch.zeros_like(direction)
+            self.counters.cancelled(f"{name}/update", update, weight, changed)
+        weight.copy_(changed)
+
+    def _direction(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name: str
+    ) -> tuple[Tensor, float]:
+        """Where weights go, and how far: their update is -rate times direction."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and tensors."""
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group.update({name: group[name].spec for name in PRECISIONS})
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The way back, into an optimizer of the same precisions."""
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=False):
+            for name in (*PRECISIONS, "update"):
+                is_now = own[name].spec if name in PRECISIONS else own[name]
+                if group.get(name) != is_now:
+                    saved = group.get(name)
+                    raise InputError(
+                        f"saved with {name}={saved!r}; make the optimizer so, not with {is_now!r}"
+                    )
+                group[name] = own[name]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+class SGD(Rounded):
+    """Stochastic gradient descent; v = S(momentum v + g).
+
+    With `keep=None` it is torch.optim.SGD, on a CPU bit for bit.
+
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = SGD([w], lr=1.0, keep="bfloat16")
+    >>> w.grad = torch.tensor([0.001, 0.1])
+    >>> optimizer.step()
+    >>> w.data
+    tensor([1.0000, 0.8984])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **kept: Unpack[Kept],
+    ) -> None:
+        if nesterov and not momentum:
+            raise InputError("nesterov needs momentum; give momentum=0.9, for example")
+        options = _checked(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        super().__init__(params, {**options, "nesterov": nesterov}, kept)
+
+    def _direction(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name: str
+    ) -> tuple[Tensor, float]:
+        if group["momentum"]:
+            last = state.get("momentum")
+            moved = gradient if last is None else last * group["momentum"] + gradient
+            velocity = _keep(state, "momentum", moved, group, name)
+            if not group["nesterov"]:
+                return velocity, group["lr"]
+            gradient = _plus(gradient, velocity, group["momentum"], _single(group))
+        return gradient, group["lr"]
+
+
+class RMSprop(Rounded):
+    """Gradients divided by the root of their mean square, s = S(alpha s + (1 - alpha) g**2), plus eps.
+
+    >>> w = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = RMSprop([w], lr=0.1, keep=None)
+    >>> w.grad = torch.tensor([4.0])
+    >>> optimizer.step()
+    >>> w.data
+    tensor([0.6838])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        alpha: float = 0.9,
+        eps: float = 1e-8,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        **kept: Unpack[Kept],
+    ) -> None:
+        options = _checked(lr=lr, alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay)
+        super().__init__(params, options, kept)
+
+    def _direction(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name: str
+    ) -> tuple[Tensor, float]:
+        square = _mean(state, "square", gradient.square(), group["alpha"], group, name)
+        direction = gradient / (square.sqrt() + group["eps"])
+        if group["momentum"]:
+            last = state.get("momentum")
+            moved = direction if last is None else last * group["momentum"] + direction
+            direction = _keep(state, "momentum", moved, group, name)
+        return direction, group["lr"]
+
+
+class Adam(Rounded):
+    """Adam (Kingma and Ba 2015), its two moments rounded.
+
+    Short formats lose what a second moment with beta2 = 0.999 gains in a step: with rounding to nearest,
+    `state` should be longer than `keep`.
+
+    >>> w = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = Adam([w], lr=0.1, keep="bfloat16", state="fp32")
+    >>> w.grad = torch.tensor([4.0])
+    >>> optimizer.step()
+    >>> w.data
+    tensor([0.8984])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **kept: Unpack[Kept],
+    ) -> None:
+        options = _checked(lr=lr, eps=eps, weight_decay=weight_decay)
+        _checked(beta1=betas[0], beta2=betas[1])
+        super().__init__(params, {**options, "betas": betas}, kept)
+
+    def _direction(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name: str
+    ) -> tuple[Tensor, float]:
+        first, second = group["betas"]
+        mean = _mean(state, "mean", gradient, first, group, name)
+        square = _mean(state, "square", gradient.square(), second, group, name)
+        step = state["step"]
+        root = square.sqrt() / math.sqrt(1 - second**step) + group["eps"]
+        return mean / root, group["lr"] / (1 - first**step)
+
+
+def _kahan(weight: Tensor, update: Tensor, state: dict[str, Any], keep: Precision) -> Tensor:
+    """Weights after an update whose rounding errors are made up for later."""
+    lost = state.get("compensation")
+    y = keep.round(update if lost is None else update - lost)
+    changed = keep.round(weight + y)
+    state["compensation"] = keep.round(keep.round(changed - weight) - y)
+    return changed
+
+
+def _keep(state: dict[str, Any], part: str, x: Tensor, group: dict[str, Any], name: str) -> Tensor:
+    """A number of the optimizer's own, rounded; kept as a tensor of its own."""
+    rng = Stream(group["seed"], step=state["step"], tensor=f"{name}/{part}")
+    rounded = group["state"].round(x, rng)
+    state[part] = rounded.clone() if rounded is x else rounded
+    return state[part]
+
+
+def _mean(
+    state: dict[str, Any], part: str, x: Tensor, decay: float, group: dict[str, Any], name: str
+) -> Tensor:
+    """A running mean, from zero."""
+    last = state.get(part)
+    new = x * (1 - decay)
+    return _keep(state, part, new if last is None else last * decay + new, group, name)
+
+
+def _plus(x: Tensor, y: Tensor, factor: float, single: bool) -> Tensor:
+    """x + factor y: as torch's optimizers do, or in two operations, which have the same bits everywhere."""
+    return x.add(y, alpha=factor) if single else x + y * factor
+
+
+def _single(group: dict[str, Any]) -> bool:
+    """Whether all is float32."""
+    return group["keep"].format is None and group["state"].format is None
+
+
+def _checked(**options: float) -> dict[str, float]:
+    for name, value in options.items():
+        if value < 0 or (name in ("alpha", "beta1", "beta2") and value >= 1):
+            below = "0 or more, and below 1" if name in ("alpha", "beta1", "beta2") else "0 or more"
+            raise InputError(f"{name} must be {below}, not {value}")
+    return options
+
+
+def _named(names: Iterable[str], params: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    known, given = list(names), list(params)
+    if len(known) != len(given) or not all(isinstance(each, Tensor) for each in given):
+        raise InputError(
+            f"names must be one for each tensor in params: {len(known)} names, {len(given)} of params; "
+            "or give model.named_parameters()"
+        )
+    return list(zip(known, given, strict=True))

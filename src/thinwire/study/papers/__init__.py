@@ -1,0 +1,26 @@
+"""Published claims about low precision, put to the test: `thinwire simulate NAME` runs one.
+
+Every reproduction is data: tables of arms and claims about them (`paper.py`). One function trains any arm
+(`run.py`), another says what came of it (`judge.py`).
+"""
+
+from thinwire.errors import InputError
+from thinwire.study.papers import aps, bfloat16, dettmers, gupta, mogami, positnn
+from thinwire.study.papers.paper import FULL, PREFIX, QUICK, Arm, Claim, Paper, Table
+
+__all__ = ["FULL", "PAPERS", "PREFIX", "QUICK", "Arm", "Claim", "Paper", "Table", "get"]
+
+PAPERS: dict[str, Paper] = {
+    module.PAPER.name: module.PAPER for module in (aps, dettmers, gupta, positnn, bfloat16, mogami)
+}
+
+
+def get(name: str) -> Paper:
+    """A reproduction by its name.
+
+    >>> get("gupta").source[:5]
+    'Gupta'
+    """
+    if name not in PAPERS:
+        raise InputError(f"there is no reproduction '{name}'; use one of: {', '.join(PAPERS)}")
+    return PAPERS[name]

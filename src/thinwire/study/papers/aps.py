@@ -1,0 +1,105 @@
+"""Auto-Precision Scaling: 8-bit gradients on 8 and on 256 nodes (Han, Demmel and You, 2019 and 2021)."""
+
+from dataclasses import replace
+
+from thinwire.study.papers.paper import FULL, QUICK, Arm, Claim, Paper, Table
+
+CHAIN, GROUPS, TREE, KAHAN = (
+    f"accumulate/{order}" for order in ("sequential", "16", "tree", "sequential+kahan")
+)
+FP32 = Arm("fp32")
+
+
+def _none(name: str) -> Arm:
+    """No scaling: losses are divided by the number of nodes, gradients cast as they are."""
+    return Arm(f"{name}, no scaling", f"{name}~offset0", CHAIN, loss_scale="1/N")
+
+
+EIGHT = (
+    FP32,
+    Arm("e5m2, APS", "aps/e5m2", CHAIN),
+    Arm("e4m3, APS", "aps/e4m3", CHAIN),
+    Arm("e3m0, APS", "aps/e3m0", CHAIN),
+    _none("e5m2"),
+    _none("e4m3"),
+    replace(_none("e4m3"), name="e4m3, loss scale 16", loss_scale=16.0),
+    replace(_none("e4m3"), name="e4m3, dynamic loss scale", loss_scale="dynamic"),
+    Arm("e3m0, APS, ends in fp32", "aps/e3m0", CHAIN, wide="ends"),
+)
+MANY = (
+    FP32,
+    *(Arm(f"{name}, APS, chain", f"aps/{name}", CHAIN) for name in ("e5m2", "e4m3")),
+    *(Arm(f"{name}, APS, groups of 16", f"aps/{name}", GROUPS) for name in ("e5m2", "e4m3")),
+    Arm("e4m3, APS, tree", "aps/e4m3", TREE),
+    Arm("e4m3, APS, chain with Kahan", "aps/e4m3", KAHAN),
+    Arm("e3m0, APS, groups of 16", "aps/e3m0", GROUPS),
+    _none("e4m3"),
+    Arm("e5m2, APS, chain, ends in fp32", "aps/e5m2", CHAIN, wide="ends"),
+    Arm("e5m2, APS, chain, fp32 for a tenth", "aps/e5m2", CHAIN, wide="start"),
+)
+SMALL = Table("8 nodes, Fashion-MNIST", "fashion-mnist", "cnn-small", EIGHT, 8, 1170, 64, 0.1, together=8)
+LARGE = Table(
+    "256 nodes, Fashion-MNIST", "fashion-mnist", "cnn-small", MANY, 256, 435, 8, 0.4, warm_up=29, together=256
+)
+CIFAR = Table(
+    "8 nodes, CIFAR-10", "cifar10", "resnet8", EIGHT[:6], 8, 1400, 64, 0.2,
+    weight_decay=5e-4, warm_up=100, augment=True, together=8,
+)  # fmt: skip
+CIFAR_LARGE = Table(
+    "256 nodes, CIFAR-10", "cifar10", "resnet8", (*MANY[:7], MANY[8]), 256, 360, 16, 0.8,
+    weight_decay=5e-4, warm_up=36, augment=True, together=256,
+)  # fmt: skip
+DIGITS = Table(
+    "8 nodes, digits", "digits", "mlp", (*EIGHT[:4], EIGHT[5]), 8, 60, 16, 0.05, together=8, seeds=2
+)
+
+
+def _claims(small: str, large: str) -> tuple[Claim, ...]:
+    return (
+        Claim("8-bit floats with APS lose nothing on 8 nodes", small, "same", ("e5m2, APS", "e4m3, APS")),
+        Claim("(4,3) without scaling loses accuracy", small, "lower", ("e4m3, no scaling",), 1.0),
+        Claim("4-bit (3,0) with APS trains on 8 nodes", small, "trains", ("e3m0, APS",), 60.0),
+        Claim(
+            "on 256 nodes, groups keep (4,3) where fp32 is", large, "same", ("e4m3, APS, groups of 16",),
+            by="simulation",
+        ),
+        Claim(
+            "so do a tree and Kahan's compensation", large, "same",
+            ("e4m3, APS, tree", "e4m3, APS, chain with Kahan"), by="simulation",
+        ),
+        Claim(
+            "a chain of 256 additions in (5,2) does not", large, "lower", ("e5m2, APS, chain",), 0.5,
+            by="simulation",
+        ),
+        Claim("(4,3) without scaling loses accuracy", large, "lower", ("e4m3, no scaling",), 1.0),
+    )  # fmt: skip
+
+
+PAPER = Paper(
+    "aps",
+    "Auto-Precision Scaling",
+    "Han, Demmel and You: Auto-Precision Scaling for Distributed Deep Learning, arXiv 1911.08907",
+    "Do 8-bit gradients train like float32 if every layer has a power of two as its scale?",
+    {FULL: (SMALL, LARGE, CIFAR, CIFAR_LARGE), QUICK: (DIGITS,)},
+    (
+        *_claims(SMALL.title, LARGE.title),
+        Claim(
+            "loss scaling lies between APS and no scaling", SMALL.title, "order",
+            ("e4m3, APS", "e4m3, dynamic loss scale", "e4m3, no scaling"),
+        ),
+        Claim(
+            "a hybrid of precisions removes what is left", LARGE.title, "same",
+            ("e5m2, APS, chain, ends in fp32",),
+        ),
+        *_claims(CIFAR.title, CIFAR_LARGE.title),
+        Claim("APS trains in quick runs", DIGITS.title, "trains", ("e5m2, APS", "e4m3, APS"), 85.0),
+    ),
+    (
+        "The paper trains ResNet-18, DavidNet and ResNet-50 on CIFAR-10 and ImageNet for hours. Here "
+        "networks are small and have group normalisation.",
+        "Its accuracy tables could not be obtained, so that its claims are compared, not its numbers. What "
+        "it calls hybrid precision is not known either: two readings are tried.",
+        "Claims by simulation follow from the errors of sums over many nodes, not from the paper.",
+        "Without scaling, losses are divided by the number of nodes before gradients are cast, as CPD does.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""16-bit fixed point, rounded to nearest and at random (Gupta et al. 2015)."""
+
+from thinwire.study.papers.paper import FULL, QUICK, Arm, Claim, Paper, Table
+
+FRACTIONS = (8, 10, 12, 14)
+
+
+def _arm(fraction: int, random: str) -> Arm:
+    number = f"{16 - fraction}.{fraction}"
+    how = "at random" if random else "to nearest"
+    return Arm(
+        f"<{16 - fraction}, {fraction}> {how}",
+        recipe=f"gupta/{number}{random}",
+    )
+
+
+ARMS = (Arm("fp32"), *(_arm(fraction, random) for random in ("", "~sr") for fraction in FRACTIONS))
+MNIST = Table(
+    "MNIST, 784-1000-1000-10", "mnist", "mlp-1000", ARMS, 1, 6000, 100, 0.1, 0.0, halve_every=0.2, unit=True
+)
+DIGITS = Table(
+    "digits, 64-256-128-10",
+    "digits",
+    "mlp",
+    (ARMS[0], ARMS[2], ARMS[6], ARMS[8]),
+    1,
+    100,
+    64,
+    0.1,
+    0.0,
+    unit=True,
+    seeds=2,
+)
+PAPER = Paper(
+    "gupta",
+    "Limited numerical precision",
+    "Gupta, Agrawal, Gopalakrishnan and Narayanan: Deep Learning with Limited Numerical Precision, ICML "
+    "2015, arXiv 1502.02551",
+    "Can a network be trained in 16-bit fixed point, and does it matter how numbers are rounded?",
+    {FULL: (MNIST,), QUICK: (DIGITS,)},
+    (
+        Claim(
+            "rounded at random, 16 bits train like float32", MNIST.title, "same",
+            ("<4, 12> at random", "<2, 14> at random"),
+        ),
+        Claim(
+            "rounded to nearest, few fractional bits fail", MNIST.title, "lower",
+            ("<8, 8> to nearest", "<6, 10> to nearest"), 1.0,
+        ),
+        Claim(
+            "at 8 fractional bits, random rounding is better", MNIST.title, "order",
+            ("<8, 8> at random", "<8, 8> to nearest"),
+        ),
+        Claim(
+            "random rounding trains in quick runs", DIGITS.title, "trains",
+            ("<6, 10> at random",), 70.0, by="us",
+        ),
+    ),
+    (
+        "Weights, activations, errors, gradients and updates are all in fixed point <integer, fractional "
+        "bits>, sums are exact and rounded once. Rates and first weights are ours.",
+    ),
+)  # fmt: skip

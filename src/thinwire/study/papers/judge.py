@@ -1,0 +1,187 @@
+"""What came of a reproduction: means, differences with intervals, and which claims hold."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from thinwire.bench import machine
+from thinwire.study.convergence import decide
+from thinwire.study.papers.paper import Arm, Claim, Paper, Table
+from thinwire.study.record import Record
+from thinwire.study.statistics import Estimate, differences, estimate
+
+AGREES, DISAGREES, UNDECIDED, MISSING = "agrees", "disagrees", "undecided", "not run"
+TOLERANCE = 0.001  #: by which means may be out of order
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm of a table, with the records of all its seeds."""
+
+    arm: str
+    accuracy: Estimate
+    difference: Estimate | None  #: to the base, at equal seeds; None for the base itself
+    verdict: str
+    paper: float | None  #: accuracy in the paper, in per cent
+    failed: int  #: runs whose loss stopped being a number
+    sent_share: float | None  #: of float32's bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """A claim, and whether records agree with it."""
+
+    text: str
+    table: str
+    by: str
+    verdict: str
+
+
+def rows(table: Table, records: Iterable[Record]) -> list[Row]:
+    """The lines of a table, in its order; arms without records are left out."""
+    by_arm: dict[str, list[Record]] = {arm.name: [] for arm in table.arms}
+    for record in records:
+        by_arm[record.trial.codec].append(record)
+    base = _accuracies(by_arm[table.base])
+    return [_row(table, table.arm(name), runs, base) for name, runs in by_arm.items() if runs]
+
+
+def _row(table: Table, arm: Arm, runs: Sequence[Record], base: Mapping[int, float]) -> Row:
+    own = _accuracies(runs)
+    accuracy = estimate(own.values(), table.confidence)
+    assert accuracy is not None
+    difference = None if arm.name == table.base else differences(own, base, table.confidence)
+    fp32 = sum(run.fp32_nbytes_per_step for run in runs)
+    return Row(
+        arm.name,
+        accuracy,
+        difference,
+        "" if difference is None else decide(difference),
+        arm.paper,
+        sum(not math.isfinite(run.points[-1].loss) for run in runs),
+        sum(run.sent_nbytes_per_step for run in runs) / fp32 if fp32 else None,
+    )
+
+
+def _accuracies(runs: Iterable[Record]) -> dict[int, float]:
+    return {run.trial.seed: run.accuracy for run in runs}
+
+
+def held(paper: Paper, tables: Sequence[Table], found: Mapping[str, Sequence[Row]]) -> list[Held]:
+    """The claims about these tables."""
+    titles = {table.title for table in tables}
+    return [
+        Held(claim.text, claim.table, claim.by, _verdict(claim, found[claim.table]))
+        for claim in paper.claims
+        if claim.table in titles
+    ]
+
+
+def _verdict(claim: Claim, lines: Sequence[Row]) -> str:
+    by_name = {row.arm: row for row in lines}
+    if not all(name in by_name for name in claim.arms):
+        return MISSING
+    picked = [by_name[name] for name in claim.arms]
+    if claim.kind == "order":
+        means = [row.accuracy.mean for row in picked]
+        return AGREES if all(two <= one + TOLERANCE for one, two in pairwise(means)) else DISAGREES
+    found = {_holds(claim, row) for row in picked}
+    return next(each for each in (DISAGREES, UNDECIDED, AGREES) if each in found)
+
+
+def _holds(claim: Claim, row: Row) -> str:
+    points = claim.points / 100
+    if claim.kind in ("trains", "fails"):
+        above = row.accuracy.mean >= points
+        return AGREES if above == (claim.kind == "trains") else DISAGREES
+    assert row.difference is not None
+    interval = row.difference.interval
+    if interval is None:
+        return UNDECIDED
+    if claim.kind == "overlap":
+        return AGREES if interval[1] >= 0 else DISAGREES
+    if claim.kind == "same":
+        return {"unknown": UNDECIDED, "lower": DISAGREES}.get(row.verdict, AGREES)
+    if interval[1] >= 0:
+        return UNDECIDED if interval[0] <= -points else DISAGREES
+    return AGREES if row.difference.mean <= -points else DISAGREES
+
+
+def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], device: str) -> dict[str, Any]:
+    """What is saved: every table with everything it was made of, and the claims."""
+    found: dict[str, list[Row]] = {}
+    parts = []
+    for table in tables:
+        trials = set(table.trials(paper.name, 1 + max((each.trial.seed for each in records), default=0)))
+        mine = [record for record in records if record.trial in trials]
+        found[table.title] = rows(table, mine)
+        seen = {
+            row.arm: [record.accuracy for record in mine if record.trial.codec == row.arm]
+            for row in found[table.title]
+        }
+        parts.append(
+            {
+                "title": table.title,
+                "setting": {key: value for key, value in asdict(table).items() if key != "arms"},
+                "seeds": sorted({record.trial.seed for record in mine}),
+                "rows": [
+                    {
+                        **asdict(row),
+                        "interval": row.difference.interval if row.difference else None,
+                        "accuracies": seen[row.arm],
+                    }
+                    for row in found[table.title]
+                ],
+            }
+        )
+    return machine.record(
+        {
+            "paper": paper.name,
+            "title": paper.title,
+            "source": paper.source,
+            "question": paper.question,
+            "device": device,
+            "tables": parts,
+            "claims": [asdict(each) for each in held(paper, tables, found)],
+            "notes": list(paper.notes),
+        }
+    )
+
+
+HEADER = ("arm", "accuracy %", "points from fp32", "interval", "verdict", "paper %", "bytes")
+
+
+def cells(part: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A table of `result`, as lines under `HEADER`."""
+    lines: list[tuple[str, ...]] = []
+    for row in part["rows"]:
+        accuracy = Estimate(**row["accuracy"])
+        compared = ("", "", "")
+        if row["difference"]:
+            interval = row["interval"]
+            compared = (
+                f"{100 * row['difference']['mean']:+.2f}",
+                f"{100 * interval[0]:+.2f} to {100 * interval[1]:+.2f}" if interval else "",
+                row["verdict"],
+            )
+        failed = f" ({row['failed']} broke off)" if row["failed"] else ""
+        lines.append(
+            (
+                row["arm"],
+                f"{100 * accuracy.mean:.2f} ± {100 * (accuracy.deviation or 0):.2f}{failed}",
+                *compared,
+                "" if row["paper"] is None else f"{row['paper']:.2f}",
+                "" if row["sent_share"] is None else f"{100 * row['sent_share']:.0f} %",
+            )
+        )
+    return lines
+
+
+CLAIMS = ("claim", "by", "table", "verdict")
+
+
+def claims(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The claims of `result`, as lines under `CLAIMS`."""
+    return [(each["text"], each["by"], each["table"], each["verdict"]) for each in found["claims"]]

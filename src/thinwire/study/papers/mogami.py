@@ -1,0 +1,26 @@
+"""Training without multiplications: float patterns added as integers (Mogami 2020)."""
+
+from thinwire.study.papers.paper import FULL, QUICK, Arm, Claim, Paper, Table
+
+ARMS = (
+    Arm("fp32"),
+    Arm("forward only", recipe="mogami/forward"),
+    Arm("forward and backward", recipe="mogami"),
+    Arm("forward only, offset 1/16", recipe="mogami/forward/0.0625"),
+    Arm("forward and backward, offset 1/16", recipe="mogami/0.0625"),
+)
+FASHION = Table("Fashion-MNIST", "fashion-mnist", "cnn-small", ARMS, 1, 4680, 128, 0.1, 0.9)
+DIGITS = Table("digits", "digits", "mlp", (ARMS[0], ARMS[2]), 1, 60, 64, 0.05, 0.9, seeds=2)
+PAPER = Paper(
+    "mogami",
+    "No multiplications",
+    "Mogami: Deep Neural Network Training without Multiplications, arXiv 2012.03458",
+    "Can every product be replaced by an integer addition of float patterns?",
+    {FULL: (FASHION,), QUICK: (DIGITS,)},
+    (
+        Claim("accuracy holds without any products", FASHION.title, "same", ("forward and backward",)),
+        Claim("so it does forward only", FASHION.title, "same", ("forward only",)),
+        Claim("it trains in quick runs", DIGITS.title, "trains", ("forward and backward",), 80.0, by="us"),
+    ),
+    ("The paper trains residual networks. Here only products of layers are replaced, not the optimizer's.",),
+)  # fmt: skip

@@ -1,0 +1,117 @@
+"""What a reproduction is made of: tables of arms, each trained with several seeds, and claims about them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from thinwire.errors import InputError
+from thinwire.study.record import Trial
+
+PREFIX = "simulate/"  #: of the studies' names
+SIMULATED = "simulated"  #: the link of their trials
+FULL, QUICK = "full", "quick"
+BASE = "fp32"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A line of a table: how it trains, and what the paper found."""
+
+    name: str
+    wire: str = "fp32"  #: a codec's spec
+    schedule: str = "auto"
+    wide: str = ""  #: what goes in float32: "ends" (first and last layer), "start" (a tenth of the steps)
+    loss_scale: float | str | None = None  #: "1/N": losses are divided by the number of nodes
+    pure: str | None = None  #: "gradients" or "activations": Dettmers' pure 8-bit mode
+    recipe: str = "fp32"  #: of `thinwire.simulate.recipes`: the numbers in which layers compute
+    warm_up: int = 0  #: steps in float32 before the recipe
+    update: str = "round"  #: of weights, in the recipe's precision of the optimizer; or "kahan"
+    paper: float | None = None  #: accuracy that the paper prints, in per cent
+
+
+@dataclass(frozen=True)
+class Table:
+    """Arms that differ in nothing else."""
+
+    title: str
+    data: str
+    network: str
+    arms: tuple[Arm, ...]
+    nodes: int = 1
+    steps: int = 100
+    batch: int = 32  #: of one node
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    optimizer: str = "sgd"  #: or "rmsprop"
+    halve_every: float = 0.0  #: the rate is halved after each such share of the steps; 0: falls to zero
+    warm_up: int = 0  #: steps in which the rate grows
+    augment: bool = False  #: random flips and shifts
+    unit: bool = False  #: pixels go from 0 to 1; else they have mean 0 and deviation 1
+    images: int = 0  #: how many of the training images; 0: all
+    together: int = 1
+    seeds: int = 5
+    confidence: float = 0.95
+    base: str = BASE
+
+    def trials(self, paper: str, seeds: int | None = None) -> list[Trial]:
+        """One seed after another, the base first."""
+        return [
+            Trial(
+                PREFIX + paper, self.data, self.network, arm.name, seed, self.nodes, SIMULATED,
+                self.steps, self.batch, self.lr,
+            )
+            for seed in range(self.seeds if seeds is None else seeds)
+            for arm in self.arms
+        ]  # fmt: skip
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence that records can agree with or not.
+
+    | kind | what must hold, for every arm named |
+    |---|---|
+    | `same` | its interval of differences to the base is less than a point below zero |
+    | `overlap` | its interval is not all below zero, however wide it is |
+    | `lower` | its interval is all below zero, and the mean at least `points` below |
+    | `trains` | its mean accuracy is at least `points` per cent |
+    | `fails` | its mean accuracy is at most `points` per cent |
+    | `order` | means fall, or stay within a tenth of a point, from each arm to the next |
+    """
+
+    text: str
+    table: str  #: its title
+    kind: str
+    arms: tuple[str, ...]
+    points: float = 0.0
+    by: str = "paper"  #: who says so: the paper, or us
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A reproduction: what was claimed, and the training that tests it."""
+
+    name: str
+    title: str
+    source: str
+    question: str
+    tables: Mapping[str, tuple[Table, ...]]  #: by size: full or quick
+    claims: tuple[Claim, ...] = ()
+    notes: tuple[str, ...] = ()  #: what differs from the paper, and why
+
+    def sized(self, size: str) -> tuple[Table, ...]:
+        """Its tables of a size."""
+        if size not in self.tables:
+            raise InputError(f"{self.name} has no size '{size}'; use one of: {', '.join(self.tables)}")
+        return self.tables[size]
+
+    def find(self, trial: Trial) -> tuple[Table, Arm]:
+        """The table and the arm that a trial belongs to."""
+        for tables in self.tables.values():
+            for table in tables:
+                if replace(trial, seed=0) in table.trials(self.name, 1):
+                    return table, table.arm(trial.codec)
+        raise InputError(f"{self.name} has no such trial: {trial}")

@@ -1,0 +1,64 @@
+"""Posits in five stages of training: 8 bits everywhere fail, 8 bits where they suffice do not (PositNN)."""
+
+from thinwire.study.papers.paper import FULL, QUICK, Arm, Claim, Paper, Table
+
+
+def _arm(name: str, recipe: str, paper: float | None = None) -> Arm:
+    return Arm(name, recipe=f"positnn/{recipe}", paper=paper)
+
+
+def _mixed(low: int, weights: int, loss: int, paper: float | None = None) -> Arm:
+    name = f"FBG {low}, O {weights}, L {loss}, quire"
+    return _arm(name, f"F{low}B{low}G{low}O{weights}L{loss}+quire", paper)
+
+
+ARMS = (
+    Arm("fp32", paper=90.28),
+    _arm("all 16", "16", 90.55),
+    _arm("all 12", "12", 90.26),
+    _arm("all 10", "10", 88.52),
+    _arm("all 9", "9", 82.50),
+    _arm("all 8", "8", 12.55),
+    _arm("all 8, quire", "8+quire", 19.39),
+    _mixed(8, 16, 8, 88.14),
+    _mixed(8, 12, 8, 88.06),
+    _mixed(8, 10, 8, 86.07),
+    _mixed(8, 12, 16, 90.03),
+    _mixed(8, 12, 12, 90.07),
+    _mixed(8, 12, 10, 90.13),
+    _mixed(7, 12, 12, 89.69),
+    _mixed(6, 12, 12, 88.47),
+    _mixed(8, 16, 16, 90.46),
+)
+FASHION = Table(
+    "Fashion-MNIST, LeNet-5", "fashion-mnist", "lenet5", ARMS, 1, 9370, 64, 1 / 16, 0.5, halve_every=0.4
+)
+DIGITS = Table(
+    "digits, 64-256-128-10", "digits", "mlp", (ARMS[0], ARMS[6], ARMS[11]), 1, 60, 64, 1 / 16, 0.5, seeds=2
+)
+PAPER = Paper(
+    "positnn",
+    "Mixed low-precision posits",
+    "Raposo, Tomas and Roma: PositNN: Training Deep Neural Networks with Mixed Low-Precision Posit, ICASSP "
+    "2021, arXiv 2105.00053",
+    "Which stages of training can do with 8-bit posits?",
+    {FULL: (FASHION,), QUICK: (DIGITS,)},
+    (
+        Claim("16 and 12 bits everywhere train like float32", FASHION.title, "same", ("all 16", "all 12")),
+        Claim("8 bits everywhere fail", FASHION.title, "fails", ("all 8", "all 8, quire"), 60.0),
+        Claim(
+            "12 bits for weights and loss are enough to recover", FASHION.title, "same",
+            ("FBG 8, O 12, L 12, quire", "FBG 8, O 16, L 16, quire"),
+        ),
+        Claim("the fewer bits, the worse", FASHION.title, "order", ("all 12", "all 10", "all 9", "all 8")),
+        Claim(
+            "12 bits for weights and loss train in quick runs", DIGITS.title, "trains",
+            ("FBG 8, O 12, L 12, quire",), 70.0, by="us",
+        ),
+    ),
+    (
+        "Stages: O optimizer, L loss, F forward, B backward, G gradient; all posits have 2 exponent bits. "
+        "The paper's accuracies are those of one run each.",
+        "Network, batch, rate and its halving are those of the authors' code; first weights are torch's.",
+    ),
+)  # fmt: skip

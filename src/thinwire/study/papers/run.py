@@ -1,0 +1,209 @@
+"""Trials of reproductions, in this process or in several that share a device."""
+
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from datetime import UTC, datetime
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import data, simulate
+from thinwire.bench import machine
+from thinwire.policy import Policy, Rule
+from thinwire.runtimes.trace import trace
+from thinwire.simulate import recipes, update
+from thinwire.simulate.layers import simulated
+from thinwire.study import networks, papers
+from thinwire.study.papers.paper import FULL, PREFIX, QUICK, Arm, Table
+from thinwire.study.record import Point, Record, Trial
+from thinwire.study.run import Progress, Tell
+from thinwire.study.store import Store
+
+SHIFT = 4  #: pixels by which images are shifted at random, at most
+
+
+def run(
+    trials: Iterable[Trial],
+    store: Store,
+    tell: Tell = lambda _: None,
+    *,
+    device: str = "cpu",
+    jobs: int = 1,
+) -> list[Record]:
+    """The records of all trials, in their order; those that the store does not hold are run first.
+
+    With `jobs`, so many processes train at the same time; small networks do not fill a GPU.
+    """
+    trials = list(trials)
+    missing = [trial for trial in trials if store.get(trial) is None]
+    for record in _alone(missing, tell, device) if jobs == 1 else _shared(missing, device, jobs):
+        store.put(record)
+        last = record.points[-1]
+        tell(Progress(record.trial, last.step, last.loss, record.accuracy, record))
+    return [record for record in map(store.get, trials) if record is not None]
+
+
+def _alone(trials: Sequence[Trial], tell: Tell, device: str) -> Iterable[Record]:
+    for trial in trials:
+
+        def told(point: simulate.Point, trial: Trial = trial) -> None:
+            tell(Progress(trial, point.step, point.loss, point.accuracy))
+
+        yield train(trial, device, told)
+
+
+def _shared(trials: Sequence[Trial], device: str, jobs: int) -> Iterable[Record]:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            for done in as_completed([pool.submit(_train, trial, device) for trial in trials]):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _train(trial: Trial, device: str) -> Record:
+    torch.set_num_threads(1)
+    return train(trial, device)
+
+
+def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], None] | None = None) -> Record:
+    """One trial, from the first weights of its seed to its record."""
+    table, arm = papers.get(trial.study.removeprefix(PREFIX)).find(trial)
+    images, tests = data.images(table.data)
+    if table.images:
+        images = replace(images, x=images.x[: table.images], y=images.y[: table.images])
+    if table.unit:
+        images, tests = (replace(each, mean=0.0, deviation=255.0) for each in (images, tests))
+    torch.manual_seed(trial.seed)
+    net = networks.get(table.network, images.shape, images.classes)
+    recipe = recipes.get(arm.recipe)
+    if arm.recipe != "fp32":
+        simulate.convert(net, "fp32" if arm.warm_up else recipe, seed=trial.seed, tell=None)
+
+    def each_step(step: int, model: nn.Module) -> None:
+        if arm.warm_up and step + 1 == arm.warm_up:
+            simulate.convert(model, recipe, seed=trial.seed, tell=None)
+
+    began = time.perf_counter()
+    done = simulate.train(
+        net,
+        images,
+        tests=tests,
+        nodes=table.nodes,
+        wire=_wire(arm, table, net),
+        schedule=arm.schedule,
+        plan=_plan(table),
+        optimizer=_optimizer(table, arm, net, trial.seed),
+        loss=_loss(arm, trial.seed),
+        loss_scale=1 / table.nodes if arm.loss_scale == "1/N" else arm.loss_scale,
+        pure=arm.pure,
+        augment=_augment if table.augment else None,
+        together=table.together,
+        seed=trial.seed,
+        device=device,
+        each_step=each_step,
+        tell=tell,
+    )
+    return _record(trial, table, net, done, time.perf_counter() - began)
+
+
+def _wire(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
+    """A codec for everything, or a policy in which some of it goes in float32."""
+    if not arm.wide:
+        return arm.wire
+    if arm.wide == "start":
+        wide = [Rule("fp32", last_step=table.steps // 10)]
+    else:
+        names = [name.rpartition(".")[0] for name, each in net.named_parameters() if each.dim() > 1]
+        wide = [Rule("fp32", name=f"{name}.*") for name in (names[0], names[-1])]
+    return Policy(arm.name, (*wide, Rule(arm.wire, arm.schedule)))
+
+
+def _loss(arm: Arm, seed: int) -> Callable[..., Tensor]:
+    if arm.recipe == "fp32":
+        return nn.functional.cross_entropy
+    return simulated(nn.CrossEntropyLoss(), recipes.get(arm.recipe).stages, seed=seed, name="loss")
+
+
+def _plan(table: Table) -> simulate.Plan:
+    def halved(done: float) -> float:
+        return float(0.5 ** math.floor(done / table.halve_every + 1e-9))
+
+    plan = simulate.Plan(
+        table.steps, table.batch, table.lr, table.momentum, table.weight_decay, table.warm_up
+    )
+    return replace(plan, decay=halved) if table.halve_every else plan
+
+
+def _optimizer(
+    table: Table, arm: Arm, net: nn.Module, seed: int
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
+    """None: torch's own SGD."""
+    keep = recipes.get(arm.recipe).optimizer
+    if table.optimizer == "sgd" and keep.format is None:
+        return None
+    names = [name for name, each in net.named_parameters() if each.requires_grad]
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if table.optimizer == "rmsprop":
+            return update.RMSprop(parameters, table.lr, keep=keep, update=arm.update, seed=seed, names=names)
+        return update.SGD(
+            parameters, table.lr, table.momentum, table.weight_decay,
+            keep=keep, update=arm.update, seed=seed, names=names,
+        )  # fmt: skip
+
+    return make
+
+
+def _augment(x: Tensor, draw: torch.Generator) -> Tensor:
+    """Every image flipped or not, and shifted by some pixels; what comes in is zero."""
+    flipped = torch.rand(len(x), generator=draw).to(x.device) < 0.5
+    x = torch.where(flipped[:, None, None, None], x.flip(3), x)
+    down, across = torch.randint(0, 2 * SHIFT + 1, (2, len(x)), generator=draw).to(x.device)
+    height, width = x.shape[2:]
+    rows = torch.arange(height, device=x.device) + down[:, None]
+    columns = torch.arange(width, device=x.device) + across[:, None]
+    padded = nn.functional.pad(x, (SHIFT, SHIFT, SHIFT, SHIFT))
+    samples = torch.arange(len(x), device=x.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[samples, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
+
+
+def _record(trial: Trial, table: Table, net: nn.Module, done: simulate.Trained, seconds: float) -> Record:
+    numel = sum(each.numel() for each in net.parameters())
+    fp32 = trace(numel, "fp32", table.nodes, "native").sent_nbytes if table.nodes > 1 else 0
+    step_s = seconds / done.steps
+    points = tuple(
+        Point(each.step, each.step * step_s, each.step * done.sent_nbytes, each.loss, each.accuracy)
+        for each in done.points
+    )
+    return Record(
+        trial,
+        points,
+        accuracy=done.accuracy,
+        step_s=step_s,
+        samples_per_s=table.nodes * table.batch / step_s,
+        sent_nbytes_per_step=done.sent_nbytes,
+        fp32_nbytes_per_step=fp32,
+        seconds={"compute": step_s},
+        overlap=0.0,
+        layers=(),
+        replicas_equal=True,  # there is one
+        environment={"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": machine.commit()},
+        command=command(trial),
+    )
+
+
+def command(trial: Trial) -> str:
+    """What repeats a trial."""
+    paper = papers.get(trial.study.removeprefix(PREFIX))
+    table, _ = paper.find(trial)
+    quick = ["--quick"] if table in paper.tables.get(QUICK, ()) and table not in paper.tables[FULL] else []
+    return shlex.join(
+        ["thinwire", "simulate", paper.name, *quick, "--arm", trial.codec, "--seed", str(trial.seed)]
+    )

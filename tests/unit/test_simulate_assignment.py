@@ -1,0 +1,315 @@
+"""Which layers get few bits, which get them back, and when a whole network goes on to more."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire import FormatError, InputError
+from thinwire.policy import Ladder
+from thinwire.simulate import Quantizer, Stages
+from thinwire.simulate.assignment import (
+    HIGH,
+    LOW,
+    SHIFTED,
+    Promotion,
+    bits,
+    demote,
+    groups,
+    promote,
+    recipe,
+)
+from thinwire.simulate.conversion import convert, describe
+from thinwire.simulate.counters import Counters
+from thinwire.simulate.ladder import Climb, Rungs, diversity, muppet
+
+
+class Net(nn.Module):
+    """Groups: stem (nothing before), conv1 with bn and relu, conv2 with pool, fc, and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Tanh()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3), nn.MaxPool2d(2)
+        )
+        self.flat = nn.Flatten()
+        self.fc = nn.Linear(8, 6)
+        self.mix = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.fc(self.flat(self.features(self.stem(x))))[:, None]
+        return self.mix(x, x, x)[0]
+
+
+EXAMPLE = torch.zeros(2, 1, 8, 8)
+SIZES = {
+    "": 2 * 64,
+    "features.0": (2 * 4 * 36 + 40) + (2 * 4 * 36 + 8),
+    "features.3": (2 * 2 * 16 + 74) + 2 * 2 * 4,
+    "fc": 2 * 6 + 54,
+    "mix": 2 * 6 + 2 + 4 * (36 + 6),  # what it puts out are values and weights
+}
+
+
+def test_groups_begin_at_layers_with_products():
+    net = Net().train()
+    mean = net.features[1].running_mean.clone()
+    found = groups(net, EXAMPLE)
+    assert {each.name: each.size for each in found} == SIZES
+    assert {each.name: [member.name for member in each.members] for each in found} == {
+        "": ["stem"],
+        "features.0": ["features.0", "features.1", "features.2"],
+        "features.3": ["features.3", "features.4", "flat"],
+        "fc": ["fc"],
+        "mix": ["mix"],
+    }
+    assert found[1].members[2].size == found[2].members[2].size == 0  # in place, and a view
+    assert net.training
+    assert net.features[1].training
+    assert torch.equal(net.features[1].running_mean, mean)
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+def demoted(share):
+    return [name for name, stages in demote(Net(), EXAMPLE, share).items() if stages == LOW and name in SIZES]
+
+
+def test_the_largest_groups_are_demoted_first():
+    total, order = sum(SIZES.values()), ["features.0", "mix", "features.3", "fc"]
+    assert sorted(order, key=lambda name: -SIZES[name]) == order
+    held = 0
+    assert demoted(0) == []
+    for i, name in enumerate(order):
+        before, held = held, held + SIZES[name]
+        assert set(demoted(held / total)) == set(demoted((before + 1) / total)) == set(order[: i + 1])
+    assert set(demoted(1)) == set(order)
+    found = demote(Net(), EXAMPLE, 0.1)
+    assert found["features.1"] == found["features.2"] == LOW
+    assert found["features.4"] == found["stem"] == HIGH
+
+
+def test_demotion_says_what_is_wrong():
+    with pytest.raises(InputError, match="share must be from 0 to 1, not 2"):
+        demote(Net(), EXAMPLE, 2)
+    with pytest.raises(InputError, match="no linear, convolutional or attention layer"):
+        demote(nn.Sequential(nn.ReLU()), EXAMPLE, 0.5)
+
+
+def test_mean_bits():
+    net, low, high = Net(), Stages.uniform("e4m3"), Stages.uniform("e6m9")
+    assert bits(net, {}, EXAMPLE) == 16
+    assert bits(net, demote(net, EXAMPLE, 0, low, high), EXAMPLE) == 16
+    part = SIZES["features.0"] / sum(SIZES.values())
+    found = bits(net, demote(net, EXAMPLE, 0.1, low, high), EXAMPLE)
+    assert math.isclose(found, 16 - 8 * part)
+    # of a layer in LOW, outputs, errors and parameters have 8 bits, gradients of parameters 16
+    layer = nn.Sequential(nn.Linear(3, 5))
+    assert bits(layer, {"0": LOW}, torch.zeros(2, 3)) == (10 * 16 + 20 * 24) / 60
+
+
+def test_default_formats():
+    assert SHIFTED.max == 448 / 16
+    assert SHIFTED.min_subnormal == 2.0**-13
+    assert SHIFTED.round(torch.tensor([1e9, -1e9])).tolist() == [28, -28]
+    assert [LOW.forward.bits, LOW.backward.bits, LOW.gradient.bits, HIGH.forward.bits] == [8, 8, 16, 16]
+
+
+def count(counters, name, share):
+    x = torch.ones(1000)
+    x[: int(share * 1000)] = 100
+    counters.note(name, SHIFTED, x, SHIFTED.round(x))
+
+
+def test_layers_that_overflow_are_promoted_once():
+    counters, promotion = Counters(), Promotion(threshold=0.01)
+    count(counters, "a/input", 0.01)
+    count(counters, "a/error", 0.5)
+    count(counters, "b/weight", 0.011)
+    count(counters, "c/heads/input_q", 0.2)
+    assert promotion.look(counters) == ["b", "c"]
+    for _ in range(3):
+        count(counters, "a/input", 0.0)
+    count(counters, "b/weight", 0.5)
+    assert promotion.look(counters) == []
+    assert promotion.look(counters) == []
+    count(counters, "a/input", 0.02)  # of all 5000 that is little; since the last look it is not
+    assert promotion.look(counters) == ["a"]
+    assert promotion.promoted == {"a", "b", "c"}
+
+
+def test_promotion_goes_on_after_counters_were_cleared():
+    counters, promotion = Counters(), Promotion()
+    for _ in range(3):
+        count(counters, "a/output", 0.0)
+    assert promotion.look(counters) == []
+    counters.clear()
+    count(counters, "a/output", 0.1)
+    assert promotion.look(counters) == ["a"]
+
+
+def test_ranks_promote_the_same_layers():
+    shares = ({"a": 0.5, "b": 0.0, "c": 0.0}, {"c": 0.0, "b": 0.5, "a": 0.0})
+    seen = []
+    for rank in shares:
+        counters = Counters()
+        for layer, share in rank.items():
+            count(counters, f"{layer}/input", share)
+        Promotion().look(counters, lambda x: seen.append(x) or x)
+    largest = torch.stack(seen).amax(0)
+    for rank in shares:
+        counters = Counters()
+        for layer, share in rank.items():
+            count(counters, f"{layer}/input", share)
+        assert Promotion().look(counters, lambda x: largest) == ["a", "b"]  # noqa: ARG005
+
+
+def test_a_promoted_layer_overflows_no_more():
+    assignment, counters = {"fc": LOW}, Counters()
+    x = torch.full((10,), 100.0)
+    for expected in (["fc"], []):
+        Quantizer(assignment["fc"].forward, name="fc", counters=counters)(x)
+        counters.note("fc/output", assignment["fc"].forward.format, x, assignment["fc"].forward.round(x))
+        found = Promotion().look(counters)
+        assert found == expected
+        assignment = promote(assignment, found)
+        counters.clear()
+
+
+def test_an_assignment_is_a_recipe():
+    found = recipe({"fc": LOW, "features.0": HIGH}, name="mine")
+    assert (found.name, found.stages) == ("mine", HIGH)
+    assert [(rule.name, rule.stages) for rule in found.rules] == [("fc", LOW), ("features.0", HIGH)]
+
+
+def test_a_layer_may_be_the_whole_model_and_a_module_may_be_there_twice():
+    assert [each.name for each in groups(nn.Linear(2, 3), torch.zeros(1, 2))] == ["model"]
+    relu = nn.ReLU()
+    net = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
+    assert [each.size for each in groups(net, torch.zeros(5, 2))] == [6 + 3 * 10, 6 + 10]
+
+
+def test_training_from_low_to_high():
+    torch.manual_seed(0)
+    net, counters, promotion = Net(), Counters(), Promotion()
+    x = torch.randn(2, 1, 8, 8)
+    assignment = demote(net, x, 1.0)
+    convert(net, recipe(assignment), counters=counters, tell=None)
+    with torch.no_grad():
+        net.fc.weight[0] = 50.0
+    net(x).sum().backward()
+    found = promotion.look(counters)
+    assert found == ["fc", "mix"]  # what fc puts out is what attention takes in
+    convert(net, recipe(promote(assignment, found)), tell=None)
+    counters.clear()
+    net(x)
+    assert promotion.look(counters) == []
+    assert {row.name: row.stages for row in describe(net)}["fc"] == HIGH
+    assert net.features[0].stages == LOW
+    overflow = {name: each["overflow"] + each["saturation"] for name, each in counters.read().items()}
+    assert overflow["fc/weight"] == overflow["fc/output"] == 0
+
+
+def test_thresholds_are_those_of_muppet():
+    found = [Rungs().threshold(epoch) for epoch in (0, 10, 20, 30)]
+    assert found == [1 + 1.5 * math.exp(-x) for x in (0, 1, 2, 3)]
+    assert [round(each, 2) for each in found] == [2.5, 1.55, 1.2, 1.07]
+    ladder = Ladder(("int8", "fp32"))
+    assert found == [ladder.threshold(epoch) for epoch in (0, 10, 20, 30)]
+
+
+def test_diversity_of_equal_and_of_orthogonal_gradients():
+    climb = Climb()
+    for i in range(3):
+        climb.look({"same": torch.ones(5), "apart": torch.eye(3)[i], "rests": torch.zeros(2)}, epoch=i)
+    assert math.isclose(climb.last, (3 * 5 / 45 + 3 / 3) / 2, rel_tol=1e-6)
+    assert diversity(torch.tensor([4.0]), [torch.tensor([1.0, 1.0])]).item() == 2
+
+
+def gradients_of(wanted):
+    """Three gradients with a given diversity from 1/3 up: of length 1, turned by -a, 0 and a in a plane."""
+    # |sum|**2 = (1 + 2 cos a)**2 = 3 / wanted
+    angle = math.acos((math.sqrt(3 / wanted) - 1) / 2)
+    return [torch.tensor([math.cos(x), math.sin(x)]) for x in (-angle, 0.0, angle)]
+
+
+def feed(climb, wanted, epoch):
+    """One epoch with a given diversity of the last three gradients."""
+    climb._seen = [{"fc": each} for each in gradients_of(wanted)[:2]]
+    return climb.look([("fc", gradients_of(wanted)[2]), ("frozen", None)], epoch)
+
+
+def test_two_violations_make_a_level():
+    climb = Climb()
+    # at epoch 10 a fall by 1.55 is allowed
+    assert not feed(climb, 1.0, 9)
+    assert not feed(climb, 1 / 1.54, 10)
+    assert (climb.level, climb.violations) == (0, 0)
+    assert not feed(climb, 1 / 1.56, 10)
+    assert climb.violations == 1
+    assert not feed(climb, 0.99, 10)
+    assert climb.violations == 1
+    assert feed(climb, 1 / 1.56, 10)
+    assert (climb.level, climb.violations, climb.largest) == (1, 0, 0.0)
+    assert climb.stages == muppet()[1]
+    # the maximum is that of this level: what was a violation is none
+    assert not feed(climb, 1 / 1.56, 11)
+    assert climb.violations == 0
+
+
+def test_the_last_level_is_the_last():
+    levels = muppet(("int8~fit", "fp32"))
+    climb = Climb(Rungs(levels, patience=1))
+    feed(climb, 2.0, 50)
+    assert feed(climb, 1.0, 50)
+    assert str(climb.stages) == "fp32"
+    feed(climb, 2.0, 50)
+    assert not feed(climb, 1.0, 50)
+    assert climb.level == 1
+
+
+def test_bad_gradients_decide_nothing():
+    climb = Climb(Rungs(patience=1))
+    feed(climb, 2.0, 50)
+    for bad in (float("nan"), float("inf")):
+        assert not climb.look({"fc": torch.tensor([bad, 1.0])}, 50)
+    assert (climb.level, climb.violations) == (0, 0)
+
+
+def test_nothing_is_said_before_the_window_is_full():
+    climb, gradient = Climb(), torch.ones(2)
+    for epoch in range(2):
+        climb.look({"fc": gradient}, epoch)
+        assert math.isnan(climb.last)
+    gradient.zero_()  # what was seen is a copy
+    climb.look({"fc": torch.ones(2)}, 2)
+    assert math.isclose(climb.last, 1 / 3, rel_tol=1e-6)
+
+
+def test_all_ranks_decide_on_one_number():
+    climb = Climb(Rungs(patience=1))
+    feed(climb, 2.0, 50)
+    agreed = climb.look({"fc": torch.ones(2)}, 50, agree=lambda x: torch.full_like(x, 0.5))
+    assert agreed
+    assert climb.last == 0.5
+
+
+def test_a_saved_climb_goes_on():
+    climb, other = Climb(), Climb()
+    feed(climb, 1.0, 10)
+    feed(climb, 0.5, 10)
+    other.load_state_dict(climb.state_dict())
+    assert (other.level, other.largest, other.violations) == (0, climb.largest, 1)
+    assert torch.equal(other._seen[2]["fc"], climb._seen[2]["fc"])
+    assert feed(other, 0.5, 10)
+
+
+def test_a_ladder_says_what_is_wrong():
+    with pytest.raises(FormatError, match="window >= 2"):
+        Rungs(window=1)
+    climb = Climb()
+    for name in "ab":
+        climb.look({name: torch.ones(1)}, 0)
+    with pytest.raises(InputError, match="no layer has had a gradient in every epoch"):
+        climb.look({"c": torch.ones(1)}, 0)

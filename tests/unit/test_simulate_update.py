@@ -1,0 +1,370 @@
+"""Optimizers in few bits, what they count, and loss scales."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from thinwire import FormatError, InputError, Stream, formats
+from thinwire.simulate.counters import Counters
+from thinwire.simulate.loss_scale import LossScale
+from thinwire.simulate.update import SGD, Adam, RMSprop
+
+BFLOAT16, FLOAT16 = formats.get("bfloat16"), formats.get("float16")
+
+
+def some(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run(make, steps=20, shapes=((33, 7), (5,))):
+    """Parameters after some steps with gradients that depend on nothing but the step."""
+    parameters = [nn.Parameter(some(*shape, seed=i)) for i, shape in enumerate(shapes)]
+    optimizer = make(parameters)
+    go(parameters, optimizer, range(steps))
+    return parameters, optimizer
+
+
+def go(parameters, optimizer, steps):
+    for step in steps:
+        for i, each in enumerate(parameters):
+            each.grad = some(*each.shape, seed=100 + 10 * step + i)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+    ],
+)
+def test_in_float32_it_is_torchs_sgd_bit_for_bit(options):
+    ours, _ = run(lambda p: SGD(p, 0.1, keep="fp32", **options))
+    theirs, _ = run(lambda p: torch.optim.SGD(p, 0.1, **options))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            lambda p: RMSprop(p, 0.01, momentum=0.5, weight_decay=0.1, keep=None),
+            lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.9, momentum=0.5, weight_decay=0.1),
+        ),
+        (
+            lambda p: Adam(p, 0.01, weight_decay=0.1, keep=None),
+            lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+        ),
+    ],
+)
+def test_in_float32_the_others_are_torchs_but_for_rounding(ours, theirs):
+    for a, b in zip(run(ours)[0], run(theirs)[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
+
+
+def test_weights_and_momentum_are_rounded_where_it_says():
+    weight, velocity = BFLOAT16.round(some(50)), None
+    parameter = nn.Parameter(some(50))
+    optimizer = SGD([parameter], 0.1, 0.9, keep="bfloat16", state="float16")
+    for step in range(10):
+        parameter.grad = some(50, seed=1 + step)
+        optimizer.step()
+        moved = parameter.grad if velocity is None else velocity * 0.9 + parameter.grad
+        velocity = FLOAT16.round(moved)
+        weight = BFLOAT16.round(weight + velocity * -0.1)
+        assert torch.equal(parameter, weight)
+        assert torch.equal(optimizer.state[parameter]["momentum"], velocity)
+
+
+def test_random_rounding_has_a_stream_for_each_parameter_and_step():
+    first = BFLOAT16.round(some(50), "stochastic", Stream(7, step=0, tensor="fc.weight"))
+    parameter = nn.Parameter(some(50))
+    optimizer = SGD([("fc.weight", parameter)], 0.01, keep="bfloat16~sr", seed=7)
+    parameter.grad = some(50, seed=1)
+    optimizer.step()
+    exact = first + parameter.grad * -0.01
+    assert torch.equal(parameter, BFLOAT16.round(exact, "stochastic", Stream(7, step=1, tensor="fc.weight")))
+    named = nn.Parameter(some(50))
+    again = SGD([named], 0.01, keep="bfloat16~sr", seed=7, names=["fc.weight"])
+    named.grad = some(50, seed=1)
+    again.step()
+    assert torch.equal(parameter, named)
+    assert not torch.equal(first, BFLOAT16.round(some(50)))
+
+
+def test_kahan_is_the_recurrence():
+    start, lr = some(40), 0.01
+    parameter = nn.Parameter(start.clone())
+    optimizer = SGD([parameter], lr, keep="float16", update="kahan")
+    half, single = np.float16, np.float32
+    weights = [half(x) for x in start.tolist()]
+    lost = [half(0)] * 40
+    for step in range(300):
+        gradient = some(40, seed=1 + step) * 0.1
+        parameter.grad = gradient
+        optimizer.step()
+        for i in range(40):
+            update = single(gradient[i].item()) * single(-lr)
+            y = half(update - single(lost[i]))
+            s = half(weights[i] + y)
+            lost[i] = half(half(s - weights[i]) - y)
+            weights[i] = s
+    assert parameter.tolist() == [float(x) for x in weights]
+    assert optimizer.state[parameter]["compensation"].tolist() == [float(x) for x in lost]
+    assert any(lost)
+
+
+def test_to_nearest_stalls_and_at_random_or_with_compensation_does_not():
+    def error(keep, update="round"):
+        target, generator = some(512), torch.Generator().manual_seed(1)
+        parameter = nn.Parameter(torch.zeros(512))
+        optimizer = SGD([parameter], 1e-3, keep=keep, update=update)
+        for _ in range(8000):
+            noise = torch.randn(512, generator=generator) * 0.05
+            parameter.grad = parameter.detach() - target + noise
+            optimizer.step()
+        return (parameter.detach() - target).square().mean().sqrt().item()
+
+    nearest, random, kahan, single = (
+        error("float16"), error("float16~sr"), error("float16", "kahan"), error("fp32")
+    )  # fmt: skip
+    assert nearest > 0.1
+    assert random < 0.01
+    assert kahan < 0.002
+    assert single < 0.002
+    assert 2 * kahan < random
+    assert abs(kahan / single - 1) < 0.15
+
+
+def test_cancelled_updates_are_those_that_change_nothing():
+    counters = Counters(history=True)
+    parameter = nn.Parameter(some(200))
+    optimizer = SGD([("w", parameter)], 1e-3, keep="bfloat16", counters=counters)
+    expected = []
+    for step in range(5):
+        gradient = some(200, seed=1 + step)
+        gradient[:20] = 0
+        before = BFLOAT16.round(parameter.detach())
+        parameter.grad = gradient
+        optimizer.step()
+        counters.step()
+        triples = zip(gradient.tolist(), before.tolist(), parameter.tolist(), strict=True)
+        expected.append(sum(g != 0 and a == b for g, a, b in triples))
+    assert 20 < expected[0] < 180
+    assert [row["cancelled"] for row in counters.rows()] == expected
+    assert [(row["step"], row["layer"], row["tensor"]) for row in counters.rows()] == [
+        (step, "w", "update") for step in range(5)
+    ]
+    assert counters.read() == {"w/update": {"numbers": 1000, "cancelled": sum(expected)}}
+
+
+def test_cancelled_updates_are_counted_alike_on_devices(monkeypatch):
+    found = []
+    for _ in range(2):
+        counters = Counters()
+        run(lambda p, counters=counters: SGD(p, 1e-3, counters=counters), steps=3)
+        found.append(counters.read())
+        monkeypatch.setattr("thinwire.simulate.counters._array", lambda x: x)  # as on a GPU
+    assert found[0] == found[1]
+    assert found[0]["0/update"]["cancelled"] > 0
+
+
+def test_no_update_is_cancelled_at_a_rate_of_zero():
+    counters = Counters()
+    run(lambda p: SGD(p, 0.0, counters=counters), steps=1)
+    assert counters.read()["0/update"] == {"numbers": 231, "cancelled": 0}
+
+
+def test_history_tells_steps_and_names_apart():
+    e4m3, counters = formats.get("e4m3"), Counters(history=True)
+    batches = {
+        0: {"a": [1e9, 1.0], "b": [1e-9]},
+        1: {"a": [1.0]},
+        2: {"b": [1e9], **{f"c{i}": [1e9] for i in range(80)}},
+    }
+    for step in batches.values():
+        for name, numbers in step.items():
+            x = torch.tensor(numbers)
+            counters.note(name, e4m3, x, e4m3.round(x))
+        counters.step()
+    found = {(row["step"], row["name"]): row for row in counters.rows()}
+    assert set(found) == {(step, name) for step, names in batches.items() for name in names}
+    assert (found[0, "a"]["numbers"], found[0, "a"]["overflow"], found[0, "a"]["underflow"]) == (2, 1, 0)
+    assert (found[0, "b"]["overflow"], found[0, "b"]["underflow"]) == (0, 1)
+    assert (found[1, "a"]["numbers"], found[1, "a"]["overflow"]) == (1, 0)
+    assert (found[2, "b"]["overflow"], found[2, "b"]["underflow"]) == (1, 0)
+    assert all(found[2, f"c{i}"]["overflow"] == 1 for i in range(80))
+    assert found[0, "a"]["cancelled"] is None
+    assert counters.read()["a"] == {"numbers": 3, "overflow": 1, "saturation": 0, "underflow": 0}
+    assert [row["numbers"] for row in counters.table()][:2] == [3, 2]
+    with pytest.raises(InputError, match="history=True"):
+        Counters().rows()
+
+
+@pytest.mark.parametrize(
+    "format", ["e4m3", "float8_e4m3fn", "int8", "uniform8", "posit8_1", "sign", "float4_e2m1fn"]
+)
+@pytest.mark.parametrize("extra", [[], [float("inf")], [float("nan"), float("-inf")]])
+@pytest.mark.parametrize("unit", [1.0, 0.25, float("nan")])
+@pytest.mark.parametrize("host", [True, False])
+def test_counts_are_what_their_definitions_say(format, extra, unit, host, monkeypatch):
+    if not host:  # as on a GPU
+        monkeypatch.setattr("thinwire.simulate.counters._array", lambda x: x)
+    format = formats.get(format)
+    x = torch.cat((some(300) * 10 ** some(300, seed=1), torch.zeros(9), torch.tensor(extra)))
+    y = format.round(x / unit) * unit
+    counters = Counters()
+    counters.note("x", format, x, y, torch.tensor(unit))
+    finite = x.isfinite()
+    high, low = format.max * unit, format.min * unit
+    assert counters.read()["x"] == {
+        "numbers": len(x),
+        "overflow": int((finite & ~y.isfinite()).sum()),
+        "saturation": int((finite & ((x > high) & (y == high) | (x < low) & (y == low))).sum()),
+        "underflow": int(((y == 0) & (x != 0)).sum()),
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, 0.01, 0.9, keep="float16", update="kahan"),
+        lambda p: SGD(p, 0.01, 0.9, keep="bfloat16~sr", seed=3),
+        lambda p: RMSprop(p, 0.01, momentum=0.9, keep="bfloat16~sr"),
+        lambda p: Adam(p, 0.01, keep="bfloat16", update="kahan"),
+    ],
+)
+def test_a_saved_run_goes_on_as_if_nothing_had_been(make):
+    through, whole = run(make, steps=8)
+    parameters, optimizer = run(make, steps=5)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    copies = [nn.Parameter(each.detach().clone()) for each in parameters]
+    loaded = make(copies)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    go(copies, loaded, range(5, 8))
+    for a, b in zip(through, copies, strict=True):
+        assert torch.equal(a, b)
+        mine, other = whole.state[a], loaded.state[b]
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(other[key])) for key in mine)
+
+
+def test_groups_may_have_precisions_of_their_own():
+    first, second = nn.Parameter(some(50)), nn.Parameter(some(50))
+    optimizer = SGD([{"params": [first]}, {"params": [second], "keep": "float16"}], 0.1, 0.9)
+    optimizer = copy.deepcopy(optimizer)
+    first, second = (group["params"][0] for group in optimizer.param_groups)
+    first.grad = second.grad = some(50, seed=1)
+    optimizer.step()
+    assert torch.equal(first, BFLOAT16.round(BFLOAT16.round(some(50)) + BFLOAT16.round(first.grad) * -0.1))
+    assert torch.equal(second, FLOAT16.round(FLOAT16.round(some(50)) + FLOAT16.round(second.grad) * -0.1))
+
+
+def test_what_has_no_gradient_stays():
+    moving, resting = nn.Parameter(some(3)), nn.Parameter(some(3))
+    moving.grad = torch.ones(3)
+    SGD([moving, resting], 0.1).step()
+    assert torch.equal(resting, some(3))
+    assert not torch.equal(moving, some(3))
+
+
+def test_mistakes_are_named():
+    parameter = nn.Parameter(torch.ones(3))
+    with pytest.raises(InputError, match="unknown update 'khan'; use one of: round, kahan"):
+        SGD([parameter], 0.1, update="khan")
+    with pytest.raises(FormatError, match="bfloat16~sr without '~sr'"):
+        SGD([parameter], 0.1, keep="bfloat16~sr", update="kahan")
+    with pytest.raises(InputError, match="nesterov needs momentum"):
+        SGD([parameter], 0.1, nesterov=True)
+    with pytest.raises(InputError, match="lr must be 0 or more, not -1"):
+        SGD([parameter], -1)
+    with pytest.raises(InputError, match=r"must be float32, .* not float64"):
+        SGD([nn.Parameter(torch.ones(3).double())], 0.1)
+    with pytest.raises(InputError, match="2 names, 1 of params"):
+        SGD([parameter], 0.1, names=["a", "b"])
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(InputError, match="gradient of 'weight' is sparse; use sparse=False"):
+        SGD(embedding.named_parameters(), 0.1).step()
+    saved = SGD([parameter], 0.1, keep="float16").state_dict()
+    with pytest.raises(InputError, match="saved with keep='float16'"):
+        SGD([parameter], 0.1, keep="bfloat16").load_state_dict(saved)
+
+
+def test_a_dynamic_scale_moves_as_torchs():
+    generator = torch.Generator().manual_seed(0)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    ours = LossScale("dynamic", init=2.0**10, interval=3)
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], 0.0)
+    scales = set()
+    for _ in range(100):
+        good = torch.rand((), generator=generator).item() > 0.2
+        theirs.scale(parameter.sum() * (1 if good else float("inf"))).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        gradient = torch.full((4,), ours.scale if good else float("inf"))
+        finite = ours.unscale_([None, gradient, torch.empty(0)])
+        assert ours.update(finite) == finite == good
+        assert gradient.tolist() == [1.0 if good else float("inf")] * 4
+        assert ours.scale == theirs.get_scale()
+        optimizer.zero_grad()
+        scales.add(ours.scale)
+    assert len(scales) > 5
+
+
+def test_a_scale_by_hand():
+    scaling = LossScale("dynamic", init=8.0, interval=2, min_scale=2.0, floor={4: 16.0, 6: 64.0})
+    trace = []
+    for finite in (True, True, False, False, False, True, True, True):
+        assert scaling.update(finite) == finite
+        trace.append(scaling.scale)
+    assert trace == [8.0, 16.0, 8.0, 16.0, 16.0, 64.0, 128.0, 128.0]
+    assert (scaling.steps, scaling.skipped, scaling.good) == (8, 3, 1)
+    scaling = LossScale("dynamic", init=4.0, min_scale=2.0)
+    scaling.update(False)
+    scaling.update(False)
+    assert scaling.scale == 2.0
+
+
+def test_a_scale_stays_within_float32():
+    scaling = LossScale("dynamic", init=2.0**126, interval=1)
+    for _ in range(3):
+        scaling.update(True)
+    assert scaling.scale == 2.0**127
+
+
+def test_static_scales_and_none():
+    static, none = LossScale(128), LossScale("none")
+    loss, bad = torch.tensor(3.0), torch.tensor([float("nan")])
+    assert static.scaled(loss) == 384
+    assert none.scaled(loss) is loss
+    assert [static.unscale_([bad]), static.update(False), static.scale] == [False, False, 128.0]
+    assert [none.unscale_([bad]), none.update(False), none.scale] == [False, True, 1.0]
+    gradient = some(100)
+    static.unscale_([gradient])
+    assert torch.equal(gradient * 128, some(100))
+
+
+def test_a_saved_scale_goes_on():
+    scaling, other = LossScale(interval=3), LossScale(interval=3)
+    for finite in (True, False, True, True):
+        scaling.update(finite)
+    other.load_state_dict(scaling.state_dict())
+    assert [scaling.update(True), scaling.scale] == [other.update(True), other.scale] == [True, 2.0**16]
+    with pytest.raises(InputError, match="of kind dynamic; make one of that, not static"):
+        LossScale(8).load_state_dict(scaling.state_dict())
+    with pytest.raises(InputError, match="unknown loss scale 'auto'; use one of: none, dynamic, or a number"):
+        LossScale("auto")
+    with pytest.raises(InputError, match="above 0"):
+        LossScale(0)
+    with pytest.raises(InputError, match="backoff <= 1"):
+        LossScale(backoff=2)
