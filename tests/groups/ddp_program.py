@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire import policy
+from thinwire import policy, simulate
 from thinwire.errors import InputError, PolicyError
 
 TIMEOUT_S = 30
@@ -188,8 +188,51 @@ def not_finite(rank, world):
     return None
 
 
+def simulated(name):
+    def check(rank, world):
+        """Every rank also plays all of them by itself, and must end with the bits of real ranks."""
+        chosen = POLICIES.get(name) or policy.get(name)
+        real = model()
+        thinwire.attach(real, chosen, seed=3)
+        train(real, rank, 8)
+        torch.manual_seed(0)
+        net = Net()
+        nodes = simulate.Nodes(net, world, chosen, seed=3)
+        optimizer = torch.optim.SGD(net.parameters(), 0.2)
+        for step in range(8):
+            parts = [batch(each, step) for each in range(world)]
+            nodes.backward(loss, *map(torch.cat, zip(*parts, strict=True)))
+            optimizer.step()
+        wrong = [
+            each
+            for (each, one), other in zip(net.named_parameters(), real.parameters(), strict=True)
+            if not torch.equal(one, other)
+        ]
+        assert not wrong, wrong
+        return real
+
+    return check
+
+
+def loss(net, x, y):
+    return nn.functional.cross_entropy(net(x), y)
+
+
+def everything(codec, schedule):
+    return policy.Policy(f"{codec} {schedule}", (policy.Rule(codec, schedule),))
+
+
+POLICIES = {
+    "chain": everything("aps/e4m3", "accumulate/sequential"),
+    "groups": everything("aps/e5m2", "accumulate/2"),
+    "kahan": everything("aps/e3m0", "accumulate/sequential+kahan"),
+    "unscaled": everything("e4m3~offset0", "accumulate/tree"),
+    "ring": everything("int8/256", "ring"),
+}
+SIMULATED = ("int8", "int4", "fp8", "aps8", "dettmers8", "qsgd4", "onebit", "mstopk", "dct-topk", *POLICIES)
 CHECKS = {
     **{f"recipe {name}": recipe(name) for name in policy.RECIPES},
+    **{f"simulated {name}": simulated(name) for name in SIMULATED},
     **{each.__name__: each for each in (
         plain_ddp, options, accumulation, resumed, foreign_states, not_finite,
     )},

@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,13 +16,16 @@ from thinwire.kernels.gemm_params import (
     PAIRWISE,
     PLAIN,
     SEQUENTIAL,
+    TABLE,
     GemmParams,
     Quick,
 )
 from thinwire.kernels.loops import F, I, U
+from thinwire.kernels.params import StepsParams
 from thinwire.kernels.reference import Key
 
 THREAD_STEPS = 1 << 20  # a thread is worth waking for this many multiplications
+_TABLES: WeakKeyDictionary[StepsParams, tuple[Any, ...]] = WeakKeyDictionary()  # as long as the format lives
 FEW_ROWS = 16  # from here on it pays to copy B with more columns
 ONE = 0x3F800000
 
@@ -85,6 +89,15 @@ def _scalars(quick: Quick) -> tuple[Any, ...] | None:
     if quick.way == MAGIC:
         magic, low = (int(F(x).view(I)) for x in (quick.magic, quick.low))
         return I(magic - ONE), I(low), F(quick.high), F(quick.over), I(quick.word)
+    if quick.way == TABLE and quick.steps:
+        return _tables(quick.steps)
     if quick.way == GRID:
         return F(quick.magic), F(quick.low), F(quick.high)
     return U(quick.word), U((1 << (quick.word - 1)) - 1)
+
+
+def _tables(steps: StepsParams) -> tuple[Any, ...]:
+    if steps not in _TABLES:
+        shift = steps.cell_shift
+        _TABLES[steps] = steps.cells(shift), U(shift), steps.values[steps.codes]
+    return _TABLES[steps]

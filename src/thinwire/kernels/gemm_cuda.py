@@ -1,12 +1,15 @@
 """Matrix products on a CUDA GPU, by Triton programs; formats without a quick way are done step by step."""
 
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.kernels import gemm_exact, gemm_programs, gemm_quire, gemm_reference
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams, Quick
+from thinwire.kernels.params import StepsParams
 from thinwire.kernels.reference import Key
 
 ROWS, COLUMNS, UNROLL = 32, 64, 4  # a program's tile; fastest of those tried on an H200
@@ -14,6 +17,8 @@ PAIR_ROWS, PAIR_COLUMNS, LEAVES = 32, 32, 16
 QUIRE_ROWS, QUIRE_COLUMNS = 32, 32
 SCAN, SCANS = 2048, 1024  # numbers a program looks at in one go; programs at most
 BATCH = 65535  # matrices at most in a launch
+_Tables: TypeAlias = dict[torch.device, tuple[Tensor, Tensor]]
+_TABLES: WeakKeyDictionary[StepsParams, _Tables] = WeakKeyDictionary()  # as long as the format lives
 ROOM = 1 << 26  # float32 numbers at most that wait for a partner; more rows take turns
 
 
@@ -71,7 +76,7 @@ def _quire(window: gemm_quire.Window, across: Tensor, b: Tensor, out: Tensor, *,
 
 
 def _run(p: GemmParams, quick: tuple[Quick, Quick], a: Tensor, b: Tensor, out: Tensor) -> None:
-    scalars = (p.offset or 0, *_scalars(quick[0]), *_scalars(quick[1]))
+    scalars = (p.offset or 0, *_scalars(quick[0], out), *_scalars(quick[1], out))
     shape = {
         "PWAY": quick[0].way,
         "SWAY": quick[1].way,
@@ -126,5 +131,17 @@ def _levels(steps: int) -> int:
     return (-(-steps // LEAVES) - 1).bit_length() + 1
 
 
-def _scalars(quick: Quick) -> tuple[float, float, float, float, int]:
-    return quick.magic, quick.low, quick.high, quick.over, quick.word
+def _scalars(quick: Quick, out: Tensor) -> tuple[Any, ...]:
+    """What the programs take of a way to round; where there are no tables, any tensor stands for them."""
+    if quick.steps:
+        return 0.0, 0.0, 0.0, 0.0, quick.steps.cell_shift, *_tables(quick.steps, out.device)
+    return quick.magic, quick.low, quick.high, quick.over, quick.word, out, out
+
+
+def _tables(steps: StepsParams, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cells and values by segment."""
+    known = _TABLES.setdefault(steps, {})
+    if device not in known:
+        cells, values = steps.cells(steps.cell_shift).view(np.int32), steps.values[steps.codes]
+        known[device] = torch.from_numpy(cells).to(device), torch.from_numpy(values).to(device)
+    return known[device]

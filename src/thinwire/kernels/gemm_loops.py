@@ -73,6 +73,13 @@ def _grid(x: Any, p: Any) -> Any:
 
 
 @part
+def _table(x: Any, p: Any) -> Any:
+    """p: cells, their shift, values by segment. See `StepsParams.cells`."""
+    b = U(_as_int(x)) if x == x else U(NAN)
+    return p[2][U(p[0][b >> p[1]] + b) >> p[1]]
+
+
+@part
 def _mogami(x: Any, y: Any, q: Any) -> Any:
     """q: offset less the pattern of one. See `gemm_reference`."""
     i, j = _as_int(x), _as_int(y)
@@ -100,6 +107,8 @@ def _multiply(x: Any, y: Any, q: Any) -> Any:
 def _choose_round(x: Any, p: Any) -> Any:
     if p == types.none:
         return lambda x, p: x
+    if isinstance(p[0], types.Array):
+        return lambda x, p: _table(x, p)
     if len(p) == 5:
         return lambda x, p: _magic(x, p)
     if len(p) == 3:

@@ -1,11 +1,12 @@
 """What a kernel needs to know about a low-precision matrix product, and which formats it can round quickly.
 
 Inside a product, rounding a float32 to the nearest value of a format is a handful of operations instead
-of a code and back. There are three ways, and a format that none of them serves takes the general one:
+of a code and back. There are four ways, and a format that none of them serves takes the general one:
 
 - MAGIC: adding and subtracting a power of two (times 1.5) of the right size makes the processor round.
 - WIDE: float32 with fewer mantissa bits; adding just under half a step to the pattern carries.
 - GRID: as MAGIC with one constant, between two bounds.
+- TABLE: a look-up by the pattern's leading bits and an addition give the segment of a step function.
 """
 
 import functools
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 
 from thinwire.kernels import reference
-from thinwire.kernels.params import NEAREST, FloatParams, GridParams, Params
+from thinwire.kernels.params import NEAREST, STOCHASTIC, FloatParams, GridParams, Params, StepsParams
 
 SEQUENTIAL, CHUNKED, PAIRWISE, KAHAN = range(4)  # orders of accumulation
-PLAIN, MAGIC, WIDE, GRID = range(4)  # ways to round; PLAIN: not at all
+PLAIN, MAGIC, WIDE, GRID, TABLE = range(5)  # ways to round; PLAIN: not at all
 
 INFINITY = 0x7F800000
 SIGN = -0x80000000
@@ -26,7 +27,7 @@ SIGN = -0x80000000
 
 @dataclass(frozen=True)
 class Quick:
-    """A quick way to round to nearest. Scalars are float32 numbers, but Python's."""
+    """A quick way to round, to nearest but for TABLE. Scalars are float32 numbers, but Python's."""
 
     way: int
     magic: float = 0.0  #: MAGIC: 1.5 * 2**(23 - man), in units of the binade; GRID: 1.5 * 2**23 steps
@@ -34,6 +35,7 @@ class Quick:
     high: float = 0.0  #: MAGIC: from this magnitude on the result is `over`; GRID: the highest value
     over: float = 0.0
     word: int = 0  #: MAGIC: the bits of a sign that zero keeps (0: there is no -0); WIDE: bits dropped
+    steps: StepsParams | None = None  #: TABLE
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def quick(params: Params | None, mode: int) -> Quick | None:
     """A quick way to round to this format, if there is one."""
     if params is None:
         return Quick(PLAIN)
+    if isinstance(params, StepsParams):
+        return Quick(TABLE, steps=params) if mode != STOCHASTIC and params.cell_shift else None
     if mode != NEAREST:
         return None
     if isinstance(params, GridParams):

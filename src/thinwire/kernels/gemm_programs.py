@@ -21,8 +21,8 @@ _LEAVES = tl.constexpr(16)  # products that a pairwise sum adds up in registers
 
 @triton.jit
 def _round(x, p, WAY: tl.constexpr):
-    """See `gemm_params`; p is (magic, low, high, over, word)."""
-    magic, low, high, over, word = p
+    """See `gemm_params`; p is (magic, low, high, over, word, cells, values)."""
+    magic, low, high, over, word, cells, values = p
     if WAY == 0:
         return x
     elif WAY == 1:
@@ -37,6 +37,11 @@ def _round(x, p, WAY: tl.constexpr):
         half = ((1 << drop).to(tl.uint32) >> 1) - 1
         kept = (b + half + ((b >> drop) & 1)) & ~((half << 1) | 1)
         return tl.where(x == x, kept.to(tl.float32, bitcast=True), x)
+    elif WAY == 4:
+        b = tl.where(x == x, x.to(tl.int32, bitcast=True), _NAN).to(tl.uint32, bitcast=True)
+        shift = word.to(tl.uint32)
+        segment = (tl.load(cells + (b >> shift)).to(tl.uint32, bitcast=True) + b) >> shift
+        return tl.load(values + segment)
     else:
         c = tl.where(x < low, low, x)
         c = tl.where(c > high, high, c)
@@ -94,12 +99,12 @@ def _put(c, s, rm, rn, M, N):
 
 @triton.jit(do_not_specialize=["K", "chunk", "offset", "p4", "s4"])
 def gemm_kernel(
-    at, b, c, M, N, K, chunk, offset, p0, p1, p2, p3, p4, s0, s1, s2, s3, s4, PWAY: tl.constexpr,
-    SWAY: tl.constexpr, MOGAMI: tl.constexpr, KAHAN: tl.constexpr, CHUNKED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, UNROLL: tl.constexpr,
+    at, b, c, M, N, K, chunk, offset, p0, p1, p2, p3, p4, p5, p6, s0, s1, s2, s3, s4, s5, s6,
+    PWAY: tl.constexpr, SWAY: tl.constexpr, MOGAMI: tl.constexpr, KAHAN: tl.constexpr, CHUNKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sequential, in chunks, or with Kahan's compensation."""
-    pp, ps = (p0, p1, p2, p3, p4), (s0, s1, s2, s3, s4)
+    pp, ps = (p0, p1, p2, p3, p4, p5, p6), (s0, s1, s2, s3, s4, s5, s6)
     rm, rn = _tile(M, N, BM, BN)
     rows, columns = rm < M, rn < N
     batch = tl.program_id(1).to(tl.int64)
@@ -215,15 +220,15 @@ def _eight(
 
 @triton.jit(do_not_specialize=["K", "offset", "p4", "s4"])
 def pairwise_kernel(
-    at, b, c, room, M, N, K, offset, p0, p1, p2, p3, p4, s0, s1, s2, s3, s4, PWAY: tl.constexpr,
-    SWAY: tl.constexpr, MOGAMI: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    at, b, c, room, M, N, K, offset, p0, p1, p2, p3, p4, p5, p6, s0, s1, s2, s3, s4, s5, s6,
+    PWAY: tl.constexpr, SWAY: tl.constexpr, MOGAMI: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Sums of 16 neighbours are made in registers; those of 32, 64 ... wait for a partner in `room`.
 
     That holds a tile for each level and program. The barrier is there because a tile may be read by other
     threads than wrote it. Beyond K there are sums of nothing, -0, up to a power of two.
     """
-    pp, ps = (p0, p1, p2, p3, p4), (s0, s1, s2, s3, s4)
+    pp, ps = (p0, p1, p2, p3, p4, p5, p6), (s0, s1, s2, s3, s4, s5, s6)
     rm, rn = _tile(M, N, BM, BN)
     rows, columns = rm < M, rn < N
     batch = tl.program_id(1).to(tl.int64)

@@ -5,8 +5,12 @@
   const touch = matchMedia("(pointer: coarse)");
   const config = { responsive: true, displayModeBar: false };
 
+  const small = 640; // pixels; a narrower figure has its names above the marks, where it knows how
+
   function draw(id) {
-    const { data, layout } = page.figures[id];
+    const { data, layout: wide, narrow } = page.figures[id];
+    const plot = document.getElementById(id);
+    const layout = narrow && plot.clientWidth < small ? { ...wide, ...narrow } : wide;
     const template = page.templates[dark.matches ? "dark" : "light"];
     // a finger scrolls the page; a mouse zooms into the figure
     const dragmode = touch.matches ? false : "zoom";
@@ -28,6 +32,14 @@
         if (traces.length) draw(plot.id);
       });
     });
+  });
+
+  // on a window that changes its size, figures of two layouts may need the other one
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    Object.keys(page.figures).filter((id) => page.figures[id].narrow).forEach(draw);
   });
 
   dark.addEventListener("change", drawAll);

@@ -52,25 +52,30 @@ def render(summary: Plain) -> str:
         found = figures(summary, setting)
         drawn |= {f"{name}-{number}": figure for name, figure in found.items()}
         sections.append(_section(summary, number, list(found)))
-    data = {"summary": summary, "figures": drawn, "templates": TEMPLATES}
     body = "\n".join((_header(summary), *sections, _measured(summary)))
+    title = f"{summary['study']}: {summary['headline']}"
+    return document(title, body, {"summary": summary, "figures": drawn})
+
+
+def document(title: str, body: str, data: Plain, sheets: tuple[str, ...] = ("page.css",)) -> str:
+    """A page around its body; the figures of `data` are drawn into the elements of their names."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{escape(summary["study"])}: {escape(summary["headline"])}</title>
+<title>{escape(title)}</title>
 <link rel="icon" href="data:,">
 <style>
-{_part("page.css")}</style>
+{"".join(map(_part, sheets))}</style>
 </head>
 <body>
 <main>
 {body}
 </main>
 <script>{_plotly()}</script>
-<script type="application/json" id="data">{_script_json(data)}</script>
+<script type="application/json" id="data">{_script_json({**data, "templates": TEMPLATES})}</script>
 <script>
 {_part("page.js")}</script>
 </body>
@@ -189,7 +194,7 @@ def _summary_row(entry: Plain, style: dict[str, str]) -> str:
         for _, name, show in table.COLUMNS
     )
     equal = '<td class="yes">yes</td>' if entry["replicas_equal"] else '<td class="no">NO</td>'
-    name = f"{_swatch(style)}{escape(entry['codec'])}"
+    name = f"{swatch(style)}{escape(entry['codec'])}"
     return f'<tr><th scope="row">{name}</th>{cells}{equal}<td>{len(entry["seeds"])}</td></tr>'
 
 
@@ -198,7 +203,7 @@ def _value(found: Plain | None) -> str:
     return "" if found is None else repr(found["mean"])
 
 
-def _swatch(style: dict[str, str]) -> str:
+def swatch(style: dict[str, str]) -> str:
     """A codec's line and marker, as in the figures."""
     colour, dash = style["colour"], DASHES[style["dash"]]
     return (
@@ -211,7 +216,7 @@ def _swatch(style: dict[str, str]) -> str:
 def _chips(setting: Plain, look: dict[str, dict[str, str]]) -> str:
     buttons = "".join(
         f'<button type="button" aria-pressed="true" data-codec="{escape(each["codec"])}">'
-        f"{_swatch(look[each['codec']])}{escape(each['codec'])}</button>"
+        f"{swatch(look[each['codec']])}{escape(each['codec'])}</button>"
         for each in setting["codecs"]
     )
     several = any(each["mean"] for each in setting["codecs"])
@@ -306,8 +311,12 @@ def _facts(setting: Plain) -> str:
 
 def save(summary: Plain, path: str | Path) -> Path:
     """Write the page; the path it went to."""
+    return write(render(summary), path)
+
+
+def write(page: str, path: str | Path) -> Path:
+    """Write a rendered page, and the folder if it is not there; the path it went to."""
     found = Path(path)
-    page = render(summary)
     found.parent.mkdir(parents=True, exist_ok=True)
     found.write_text(page, encoding="utf-8")
     return found

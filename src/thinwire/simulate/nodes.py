@@ -120,7 +120,7 @@ class Nodes:
             for each, first_node in zip(self.model.buffers(), kept, strict=True):
                 each.copy_(first_node)
         self.reduce()
-        return torch.stack([each.mean() for each in losses]).mean()
+        return torch.cat([each.reshape(-1) for each in losses]).mean()
 
     def take(self) -> None:
         """The gradients in `.grad` are those of the next node; they are taken away."""

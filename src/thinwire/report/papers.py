@@ -1,0 +1,334 @@
+"""Results of reproductions as one page: claims, figures and tables, as `thinwire simulate` gives them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from thinwire import __version__
+from thinwire.report import page, text
+from thinwire.report import paper_figures as figures
+from thinwire.report.theme import SHAPES
+from thinwire.study import Record
+from thinwire.study.papers import FULL, PAPERS, PREFIX, QUICK, get, judge
+
+Plain = dict[str, Any]
+
+EMULATED = (
+    "Nothing here is a measurement of speed. Nodes are emulated, all on one device: what counts is which "
+    "numbers they compute, not how long it takes."
+)
+#: Verdicts about claims: what a reader is told, and the sign in front of it.
+MARKS = {
+    judge.AGREES: ("agrees", "M-4 .5L-1 3.5L4.5-3.5"),
+    judge.DISAGREES: ("disagrees", "M-3.5-3.5L3.5 3.5M3.5-3.5L-3.5 3.5"),
+    judge.UNDECIDED: ("undecided", "M-4 0H4"),
+    judge.MISSING: ("not run", "M-.6 0H.6"),
+}
+BY = {"paper": "claimed by the paper", "simulation": "expected from simulation", "us": "our own check"}
+SHEETS = ("page.css", "papers.css")
+VERDICT = judge.HEADER.index("verdict")
+VALUES = {1: "accuracy", 2: "difference"}  #: columns that carry their number in full
+
+
+def collect(study: str, records: Sequence[Record]) -> Plain:
+    """The result of stored records of a study, with what they say about when they were made."""
+    paper = get(study.removeprefix(PREFIX))
+    every = [table for size in paper.tables.values() for table in size]
+    asked = {record.trial for record in records}
+    count = 1 + max((record.trial.seed for record in records), default=0)
+    tables = [table for table in every if asked.intersection(table.trials(paper.name, count))]
+    found = judge.result(paper, tables, records, _one(records, "device"))
+    found |= {name: _one(records, name) for name in ("date", "commit")}
+    return {**found, "machine": {}, "package": {}, "kernels": {}}
+
+
+def _one(records: Iterable[Record], name: str) -> str:
+    """What the records say about their environment; the first and the last where they differ."""
+    found = sorted({str(record.environment[name]) for record in records if name in record.environment})
+    return " to ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
+
+
+def save(results: Sequence[Plain], path: str | Path, records: Iterable[Record] | None = None) -> Path:
+    """Write the page; the path it went to. With records, curves of training are drawn as well."""
+    return page.write(render(results, records), path)
+
+
+def render(results: Sequence[Plain], records: Iterable[Record] | None = None) -> str:
+    """The whole page."""
+    runs = list(records or ())
+    drawn: Plain = {}
+    body = [_header(results)]
+    for number, result in enumerate(results):
+        own = [figures.of_table(result, part, runs) for part in result["tables"]]
+        drawn |= _figures(number, result, own)
+        body.append(_paper(number, result, len(results) > 1, set(drawn)))
+    title = results[0]["title"] if len(results) == 1 else f"{len(results)} reproductions"
+    return page.document(f"{title}: reproduction", "\n".join(body), {"figures": drawn}, SHEETS)
+
+
+def _figures(number: int, result: Plain, records: Sequence[Sequence[Record]]) -> Plain:
+    drawn: Plain = {}
+    for place, (part, own) in enumerate(zip(result["tables"], records, strict=True)):
+        if figures.compared(part):
+            drawn[f"dots-{number}-{place}"] = figures.dots(part)
+        for y in ("accuracy", "loss"):
+            found = figures.curves(part, own, y)
+            if found["data"]:
+                drawn[f"{y}-{number}-{place}"] = found
+    return drawn
+
+
+def _header(results: Sequence[Plain]) -> str:
+    if len(results) == 1:
+        (only,) = results
+        name, heading = f"simulate {only['paper']}", only["question"]
+        below = f'<p class="lede">{_source(only["source"])}</p>{_tally(only["claims"])}'
+    else:
+        name, heading = "simulate", f"{len(results)} published results, put to the test"
+        below = _contents(results)
+    return f"""<header>
+<p class="eyebrow">thinwire <span>{escape(name)}</span></p>
+<h1>{escape(heading)}</h1>
+{below}
+<p class="note">{EMULATED}</p>
+</header>"""
+
+
+def _contents(results: Sequence[Plain]) -> str:
+    found = "".join(
+        f'<li><a href="#paper-{number}">{escape(each["title"])}</a>: {escape(each["question"])}</li>'
+        for number, each in enumerate(results)
+    )
+    return f'<ul class="notes lede">{found}</ul>{_tally([c for each in results for c in each["claims"]])}'
+
+
+def _source(source: str) -> str:
+    """A reference, with a link to arXiv where it has a number."""
+    return re.sub(
+        r"arXiv ([0-9]{4}\.[0-9]{4,5})",
+        r'<a href="https://arxiv.org/abs/\1" rel="noreferrer">arXiv&nbsp;\1</a>',
+        escape(source),
+    )
+
+
+def _mark(verdict: str, words: str | None = None) -> str:
+    said, path = MARKS[verdict]
+    kind = verdict.replace(" ", "-")
+    return (
+        f'<span class="mark {kind}"><svg width="12" height="12" viewBox="-6 -6 12 12" aria-hidden="true">'
+        f'<path d="{path}" fill="none" stroke="currentColor" stroke-width="2" stroke-linecap="round" '
+        f'stroke-linejoin="round"/></svg>{escape(words or said)}</span>'
+    )
+
+
+def _tally(claims: Sequence[Plain]) -> str:
+    """How many claims came out how."""
+    found = Counter(claim["verdict"] for claim in claims)
+    shown = [
+        _mark(verdict, f"{found[verdict]} {_plural(found[verdict], said)}")
+        for verdict, (said, _) in MARKS.items()
+        if found[verdict]
+    ]
+    items = "".join(f"<li>{each}</li>" for each in shown)
+    return f'<ul class="tally" aria-label="Claims">{items}</ul>' if shown else ""
+
+
+def _plural(count: int, said: str) -> str:
+    if said in (judge.AGREES, judge.DISAGREES):
+        return f"claim {said}" if count == 1 else f"claims {said.removesuffix('s')}"
+    return said
+
+
+def _paper(number: int, result: Plain, several: bool, drawn: set[str]) -> str:
+    head = ""
+    if several:
+        head = (
+            f"<h2>{escape(result['question'])}</h2>"
+            f'<p class="lede">{_source(result["source"])}</p>{_tally(result["claims"])}'
+        )
+    tables = "\n".join(
+        _table(number, place, part, drawn) for place, part in enumerate(result["tables"]) if part["rows"]
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in result["notes"])
+    kept = f'<h2>What differs, and why</h2><ul class="notes">{notes}</ul>' if notes else ""
+    return f"""<section class="paper" id="paper-{number}" data-paper="{escape(result["paper"])}">
+{head}
+{_claims(number, result)}
+{tables}
+{kept}
+{_circumstances(result)}
+</section>"""
+
+
+def _claims(number: int, result: Plain) -> str:
+    """The claims, by the table they are about."""
+    places = {part["title"]: place for place, part in enumerate(result["tables"])}
+    groups: dict[str, list[Plain]] = {}
+    for claim in result["claims"]:
+        groups.setdefault(claim["table"], []).append(claim)
+    if not groups:
+        return ""
+    found = []
+    for title, claims in sorted(groups.items(), key=lambda each: places.get(each[0], len(places))):
+        items = "".join(
+            f'<li data-verdict="{escape(claim["verdict"])}"><div><p>{escape(claim["text"])}</p>'
+            f'<p class="by">{escape(_by(claim))}</p></div>{_mark(claim["verdict"])}</li>'
+            for claim in claims
+        )
+        where = f'<a href="#table-{number}-{places[title]}">{escape(title)}</a>' if title in places else ""
+        found.append(f"<div><h3>{where or escape(title)}</h3><ul>{items}</ul></div>")
+    return f'<h2>Claims</h2><div class="claims">{"".join(found)}</div>'
+
+
+def _by(claim: Plain) -> str:
+    """Who says so."""
+    who = str(claim["by"])
+    return BY.get(who, who)
+
+
+def _table(number: int, place: int, part: Plain, drawn: set[str]) -> str:
+    names = [f"{y}-{number}-{place}" for y in ("accuracy", "loss") if f"{y}-{number}-{place}" in drawn]
+    curves = ""
+    if names:
+        plots = "\n".join(_curve(name) for name in names)
+        curves = f'{_chips(part)}<div class="grid">{plots}</div>'
+    dots = f"dots-{number}-{place}"
+    return f"""<section class="table" id="table-{number}-{place}">
+<h3>{escape(part["title"])}</h3>
+<p>{escape(setting(part))}</p>
+{_dots(dots, part) if dots in drawn else ""}
+{_numbers(part)}
+{curves}
+</section>"""
+
+
+def setting(part: Plain) -> str:
+    """What was trained, in one line."""
+    asked, count = part["setting"], len(part["seeds"])
+    nodes = "" if asked["nodes"] == 1 else f"{asked['nodes']} emulated nodes, "
+    batch = f"{asked['batch']}" if asked["nodes"] == 1 else f"{asked['nodes']} {text.TIMES} {asked['batch']}"
+    seeds = f"{count} {'seed' if count == 1 else 'seeds'}"
+    return (
+        f"{asked['network']} on {asked['data']}, {nodes}{asked['steps']:,} steps of {batch} samples, {seeds}; "
+        f"intervals are those of {100 * asked['confidence']:g} %, over equal seeds."
+    )
+
+
+def _dots(name: str, part: Plain) -> str:
+    base = escape(part["setting"]["base"])
+    return f"""<figure class="wide">
+<figcaption><h3>Points from {base}</h3>
+<p>Difference of test accuracies: mean over seeds, its interval, and every seed below it.</p></figcaption>
+{_legend(part)}
+<div class="plot" id="{name}" role="img" aria-label="Points from {base}, {escape(part["title"])}"></div>
+</figure>"""
+
+
+def _legend(part: Plain) -> str:
+    seen = {row["verdict"] for row in figures.compared(part)}
+    items = [
+        f"{page.swatch({'colour': colour, 'symbol': symbol, 'dash': 'solid'})}{verdict}: {meaning}"
+        for verdict, (colour, symbol, meaning) in figures.VERDICTS.items()
+        if verdict in seen
+    ]
+    if figures.printed(part):
+        shape = f'<path d="{SHAPES["diamond"]}" fill="none" stroke="{figures.PAPER}" stroke-width="2"/>'
+        base = escape(part["setting"]["base"])
+        items.append(
+            '<svg class="swatch" width="14" height="12" viewBox="-7 -6 14 12" aria-hidden="true">'
+            f"{shape}</svg>printed in the paper, from its own {base}"
+        )
+    items.append('<span class="band"></span>within a point')
+    scale = figures.scale(part)
+    if scale.cut is not None:
+        times = text.short(1 / scale.factor, 2)
+        items.append(f'<span class="band coarse"></span>here the scale is {times} times coarser')
+    return f'<ul class="legend">{"".join(f"<li>{each}</li>" for each in items)}</ul>'
+
+
+def _numbers(part: Plain) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in judge.HEADER)
+    rows = "\n".join(_row(row, cells) for row, cells in zip(part["rows"], judge.cells(part), strict=True))
+    return f"""<div class="scroll" tabindex="0"><table class="numbers">
+<thead><tr>{head}</tr></thead>
+<tbody>
+{rows}
+</tbody></table></div>"""
+
+
+def _row(row: Plain, cells: Sequence[str]) -> str:
+    found = []
+    for column, cell in enumerate(cells[1:], start=1):
+        shown = escape(shown_number(cell))
+        value = row[VALUES[column]] if column in VALUES else None
+        full = f' data-value="{value["mean"]!r}"' if value else ""
+        if column == VERDICT and cell in figures.VERDICTS:
+            colour, symbol, _ = figures.VERDICTS[cell]
+            shown = page.swatch({"colour": colour, "symbol": symbol, "dash": "solid"}) + shown
+        found.append(f"<td{full}>{shown}</td>")
+    return f'<tr><th scope="row">{escape(cells[0])}</th>{"".join(found)}</tr>'
+
+
+def shown_number(cell: str) -> str:
+    """A cell with minus signs in place of hyphens.
+
+    >>> shown_number("-0.50 to +0.25") == f"{text.MINUS}0.50 to +0.25"
+    True
+    """
+    return re.sub(r"(?<![\w])-(?=[0-9])", text.MINUS, cell)
+
+
+def _chips(part: Plain) -> str:
+    look = figures.look(part)
+    buttons = "".join(
+        f'<button type="button" aria-pressed="true" data-codec="{escape(row["arm"])}">'
+        f"{page.swatch(look[row['arm']])}{escape(row['arm'])}</button>"
+        for row in part["rows"]
+    )
+    return (
+        f'<div class="chips" role="group" aria-label="Arms shown in the curves">{buttons}'
+        '<span class="small">Lines are means over seeds. Press an arm to hide it.</span></div>'
+    )
+
+
+def _curve(name: str) -> str:
+    heading, said = {
+        "accuracy": ("Accuracy during training", "On the test set."),
+        "loss": ("Loss during training", "Of the training batches. Runs that diverge leave the figure."),
+    }[name.partition("-")[0]]
+    return f"""<figure>
+<figcaption><h3>{heading}</h3><p>{said}</p></figcaption>
+<div class="plot" id="{name}" role="img" aria-label="{heading}"></div>
+</figure>"""
+
+
+def command(result: Plain) -> str:
+    """What repeats a result."""
+    found = f"thinwire simulate {result['paper']}"
+    paper = PAPERS.get(result["paper"])
+    titles = {part["title"] for part in result["tables"]}
+    if paper is None or titles & {table.title for table in paper.sized(FULL)}:
+        return found
+    return f"{found} --quick" if titles & {table.title for table in paper.tables.get(QUICK, ())} else found
+
+
+def _circumstances(result: Plain) -> str:
+    machine = result.get("machine", {})
+    found = {
+        "Device": result["device"],
+        "Machine": machine.get("gpu" if result["device"] == "cuda" else "processor", ""),
+        "torch": result.get("package", {}).get("torch", ""),
+        "Commit": result["commit"],
+        "Date": " to ".join(each[:10] for each in result["date"].split(" to ")),
+    }
+    entries = "".join(
+        f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>" for name, value in found.items() if value
+    )
+    return f"""<h2>How it was made</h2>
+<dl class="facts">{entries}</dl>
+<h3>To repeat it</h3>
+<pre><code>{escape(command(result))}</code></pre>
+<p class="small">thinwire {escape(__version__)}</p>"""

@@ -1,0 +1,250 @@
+"""Many nodes on one device: the bits of a network's schedules, whatever the route, and no more memory."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thinwire import Channel, InputError, Stream, policy
+from thinwire.policy import Policy, Rule
+from thinwire.runtimes import local
+from thinwire.schedules import SCHEDULES, get
+from thinwire.schedules.choose import choose
+from thinwire.simulate import Nodes
+
+WORLD = 6
+SPECS = (
+    "bf16", "int8/256", "aps/e4m3", "aps/e3m0", "e4m3~offset0", "tree8", "qsgd4/512", "int4/128~sr",
+    "onebit/64+ef", "onebit/column+ef", "topk/0.1+ef",
+)  # fmt: skip
+ROUTES = [
+    (spec, schedule)
+    for spec in SPECS
+    for schedule in (
+        "auto",
+        "one_shot",
+        "two_shot",
+        "ring",
+        "accumulate/4",
+        "accumulate/tree",
+        "hierarchical/2",
+    )
+    if schedule == "auto" or not get(schedule).refuses(local.codec_of(Channel(spec)))
+]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
+
+
+def batch(size=4 * WORLD, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 30, generator=generator)
+    return x, x[:, :5].argmax(1)
+
+
+def loss(model, x, y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def gradients(model, x, y):
+    return torch.autograd.grad(loss(model, x, y), list(model.parameters()))
+
+
+@pytest.mark.parametrize(("spec", "schedule"), ROUTES)
+def test_gradients_are_those_that_ranks_would_have(spec, schedule):
+    """Two steps, so that what is owed is paid."""
+    model = net()
+    nodes = Nodes(model, WORLD, spec, schedule, seed=5)
+    names = [name for name, _ in model.named_parameters()]
+    channels = [Channel(spec) for _ in range(WORLD)]
+    for step in (1, 2):
+        x, y = batch(seed=step)
+        nodes.backward(loss, x, y)
+        each = [gradients(model, *part) for part in zip(x.chunk(WORLD), y.chunk(WORLD), strict=True)]
+        for place, (name, parameter) in enumerate(zip(names, model.parameters(), strict=True)):
+            ranks = [rank[place].clone() for rank in each]
+            how = (
+                choose(local.codec_of(Channel(spec)), parameter.numel(), WORLD)[0]
+                if schedule == "auto"
+                else schedule
+            )
+            local.all_reduce(ranks, channels, "avg", how, name=name, rng=Stream(5, step=step))
+            assert all(torch.equal(rank, ranks[0]) for rank in ranks)
+            assert torch.equal(parameter.grad, ranks[0]), name
+
+
+def test_float32_is_the_sum_in_the_order_of_nodes():
+    model = net()
+    Nodes(model, WORLD).backward(loss, *batch())
+    x, y = batch()
+    each = [gradients(model, *part) for part in zip(x.chunk(WORLD), y.chunk(WORLD), strict=True)]
+    for place, parameter in enumerate(model.parameters()):
+        total = each[0][place].clone()
+        for rank in each[1:]:
+            total += rank[place]
+        assert torch.equal(parameter.grad, total * (1 / WORLD))
+
+
+def test_a_loop_of_your_own_gives_the_same():
+    one, two = net(), net()
+    Nodes(one, WORLD, "aps/e4m3", "accumulate/2").backward(loss, *batch())
+    nodes = Nodes(two, WORLD, "aps/e4m3", "accumulate/2")
+    x, y = batch()
+    for part in zip(x.chunk(WORLD), y.chunk(WORLD), strict=True):
+        loss(two, *part).backward()
+        nodes.take()
+    nodes.reduce()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("together", [2, 4, WORLD])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_nodes_that_are_computed_together_give_nearly_the_same(together, wire):
+    one, two = net(), net()
+    schedule = "auto" if wire == "fp32" else "accumulate/sequential"
+    first = Nodes(one, WORLD, wire, schedule).backward(loss, *batch())
+    second = Nodes(two, WORLD, wire, schedule).backward(loss, *batch(), together=together)
+    torch.testing.assert_close(first, second)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-2, atol=1e-3)
+
+
+def test_a_scale_is_in_the_gradients():
+    one, two = net(), net()
+    plain = Nodes(one, 2).backward(loss, *batch())
+    scaled = Nodes(two, 2).backward(loss, *batch(), scale=1024.0)
+    assert torch.equal(plain, scaled)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a.grad * 1024, b.grad)
+
+
+def test_running_statistics_are_those_of_the_first_node():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(30), nn.Linear(30, 5))
+    alone = nn.BatchNorm1d(30)
+    x, y = batch()
+    Nodes(model, WORLD).backward(loss, x, y)
+    alone(x[:4])
+    assert torch.equal(model[0].running_mean, alone.running_mean)
+    assert model[0].num_batches_tracked == 1
+    with pytest.raises(InputError, match="use together=1"):
+        Nodes(model, WORLD).backward(loss, x, y, together=2)
+
+
+def test_policies_route_tensors_by_name_and_step():
+    model = net()
+    rules = (Rule("fp32", name="2.*"), Rule("bf16", "one_shot", last_step=0), Rule("int8/256", "one_shot"))
+    nodes = Nodes(model, WORLD, Policy("mine", rules))
+    assert nodes.routes["2.weight"] == ("fp32", "native")
+    assert nodes.routes["0.weight"] == ("bf16", "one_shot")
+    nodes.backward(loss, *batch())
+    assert nodes.routes["0.weight"] == ("int8/256", "one_shot")
+    nodes.backward(loss, *batch())
+    assert nodes.step == 2
+
+
+def test_bytes_are_those_a_rank_would_send():
+    model = net()
+    numels = [each.numel() for each in model.parameters()]
+    wire = local.codec_of(Channel("int8/256"))
+    expected = (WORLD - 1) * sum(wire.nbytes(numel) for numel in numels)
+    assert Nodes(model, WORLD, "int8/256", "one_shot").sent_nbytes == expected
+
+
+def test_a_state_goes_on_where_it_was_taken():
+    one, two = net(), net()
+    first, second = (Nodes(each, WORLD, "onebit/64+ef") for each in (one, two))
+    first.backward(loss, *batch(seed=1))
+    second.load_state_dict(first.state_dict())
+    for nodes in (first, second):
+        nodes.backward(loss, *batch(seed=2))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    with pytest.raises(InputError, match="the state is of 6 nodes, these are 2"):
+        Nodes(one, 2, "onebit/64+ef").load_state_dict(first.state_dict())
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside held at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self.seen = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(found):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata not in self.seen:
+                    self.seen.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return found
+
+    def _gone(self, key, nbytes):
+        self.seen.discard(key)
+        self.now -= nbytes
+
+
+def peak(world, spec, schedule):
+    model = nn.Linear(200, 200)
+    x = torch.randn(world, 200)
+    nodes = Nodes(model, world, spec, schedule)
+    with Peak() as mode:
+        nodes.backward(lambda net, x: net(x).square().mean(), x)
+    return mode.most
+
+
+@pytest.mark.parametrize(
+    ("spec", "schedule", "growth"),
+    [
+        ("fp32", "auto", 1.2),
+        ("aps/e4m3", "accumulate/sequential", 2.2),
+        ("int8/256", "one_shot", 2.2),
+        ("qsgd4/512", "one_shot", 2.2),
+        ("int8/256", "two_shot", 2.2),
+    ],
+)
+def test_memory_grows_as_the_schedule_needs(spec, schedule, growth):
+    """Of twice as many nodes: not at all for a sum, twice for gradients and wires, never four times."""
+    assert peak(32, spec, schedule) < growth * peak(16, spec, schedule)
+
+
+def test_bad_calls_say_what_would_work():
+    model = net()
+    nodes = Nodes(model, WORLD)
+    with pytest.raises(InputError, match="a batch of 7 samples cannot be shared evenly by 6 nodes"):
+        nodes.backward(loss, *batch(7))
+    with pytest.raises(InputError, match="0 of 6 nodes have given gradients"):
+        nodes.reduce()
+    loss(model, *batch()).backward()
+    nodes.take()
+    with pytest.raises(InputError, match=r"call reduce\(\) first"):
+        nodes.backward(loss, *batch())
+    with pytest.raises(InputError, match="at least one node, not 0"):
+        Nodes(model, 0)
+    for _ in range(WORLD - 1):
+        nodes.take()
+    with pytest.raises(InputError, match="all 6 nodes have given"):
+        nodes.take()
+
+
+def test_one_node_sends_nothing():
+    model = net()
+    Nodes(model, 1, "onebit/64").backward(loss, *batch(4))
+    for parameter, gradient in zip(model.parameters(), gradients(model, *batch(4)), strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_every_schedule_is_said_to_gather_or_not():
+    gathers = {spec for spec, each in SCHEDULES.items() if each.combine}
+    assert gathers == {each for each in SCHEDULES if each.startswith(("accumulate", "one_shot"))} | {"sparse"}
+
+
+def test_recipes_are_policies():
+    assert Nodes(net(), 4, policy.get("int8")).routes["0.bias"] == ("fp32", "two_shot")

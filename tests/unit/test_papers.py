@@ -1,0 +1,145 @@
+"""Reproductions of papers: quick variants train and agree; claims are judged as they say."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire import data
+from thinwire.cli import app
+from thinwire.errors import InputError
+from thinwire.study import Point, Record, Trial, papers
+from thinwire.study.papers import judge, run
+from thinwire.study.papers.paper import Arm, Claim, Paper, Table
+from thinwire.study.store import Store
+
+PAPERS = list(papers.PAPERS.values())
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_quick_variants_train_and_agree(paper, tmp_path):
+    data.fetch("digits")
+    tables = paper.sized("quick")
+    trials = [trial for table in tables for trial in table.trials(paper.name)]
+    with Store(tmp_path / "records.sqlite") as store:
+        records = run.run(trials, store)
+        assert run.run(trials, store) == records  # kept, not trained anew
+    found = judge.result(paper, tables, records, "cpu")
+    assert found["claims"]
+    assert {each["verdict"] for each in found["claims"]} == {"agrees"}
+    assert all(len(row["accuracies"]) == 2 for part in found["tables"] for row in part["rows"])
+    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found))
+    assert all(
+        record.command.startswith(f"thinwire simulate {paper.name} --quick --arm ") for record in records
+    )
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_papers_are_consistent(paper):
+    titles = {table.title: table for tables in paper.tables.values() for table in tables}
+    assert set(paper.tables) == {"full", "quick"}
+    for claim in paper.claims:
+        names = [arm.name for arm in titles[claim.table].arms]
+        assert all(arm in names for arm in claim.arms), claim
+    for table in titles.values():
+        trials = table.trials(paper.name)
+        assert len({trial.key for trial in trials}) == len(trials) == len(table.arms) * table.seeds
+        assert all(paper.find(trial) == (table, table.arm(trial.codec)) for trial in trials)
+        assert table.base in [arm.name for arm in table.arms]
+    assert all(table.seeds >= 5 for table in paper.sized("full"))
+
+
+def test_the_same_trial_gives_the_same_result():
+    trial = papers.get("gupta").sized("quick")[0].trials("gupta")[2]
+    assert "at random" in trial.codec
+    short = [replace(record, step_s=0, points=()) for record in (run.train(trial), run.train(trial))]
+    assert short[0].accuracy == short[1].accuracy
+
+
+TABLE = Table("t", "digits", "mlp", (Arm("fp32"), Arm("a"), Arm("b")), steps=5)
+
+
+def records(**accuracies):
+    return [
+        Record(
+            Trial("simulate/made-up", "digits", "mlp", arm, seed, 1, "simulated", 5, 32, 0.1),
+            (Point(5, 1.0, 0, 0.5, each),), each, 0.1, 1.0, 25.0, 100.0, {}, 0.0, (), True,
+        )
+        for arm, found in accuracies.items()
+        for seed, each in enumerate(found)
+    ]  # fmt: skip
+
+
+BASE = (0.90, 0.91, 0.92)
+NEAR = (0.898, 0.9082, 0.918)
+LOW = (0.80, 0.81, 0.82)
+WIDE = (0.70, 0.91, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("kind", "points", "a", "verdict"),
+    [
+        ("same", 0, BASE, "agrees"),
+        ("same", 0, NEAR, "agrees"),
+        ("same", 0, LOW, "disagrees"),
+        ("same", 0, WIDE, "undecided"),
+        ("overlap", 0, WIDE, "agrees"),
+        ("overlap", 0, NEAR, "disagrees"),
+        ("lower", 5, LOW, "agrees"),
+        ("lower", 15, LOW, "disagrees"),
+        ("lower", 1, BASE, "disagrees"),
+        ("lower", 1, WIDE, "undecided"),
+        ("trains", 80, LOW, "agrees"),
+        ("trains", 82, LOW, "disagrees"),
+        ("fails", 82, LOW, "agrees"),
+        ("fails", 80, LOW, "disagrees"),
+    ],
+)
+def test_claims_are_judged_by_intervals(kind, points, a, verdict):
+    paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", kind, ("a",), points),))
+    found = judge.result(paper, [TABLE], records(fp32=BASE, a=a), "cpu")
+    assert [each["verdict"] for each in found["claims"]] == [verdict]
+
+
+def test_orders_and_arms_that_were_not_run():
+    claims = (
+        Claim("", "t", "order", ("fp32", "a")),
+        Claim("", "t", "order", ("a", "fp32")),
+        Claim("", "t", "same", ("b",)),
+    )
+    paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, claims)
+    found = judge.result(paper, [TABLE], records(fp32=BASE, a=LOW), "cpu")
+    assert [each["verdict"] for each in found["claims"]] == ["agrees", "disagrees", "not run"]
+    row = found["tables"][0]["rows"][1]
+    assert row["sent_share"] == 0.25
+    assert row["difference"]["mean"] == pytest.approx(-0.1)
+    assert judge.cells(found["tables"][0])[1][:3] == ("a", "81.00 ± 1.00", "-10.00")
+
+
+def test_the_command_lists_runs_and_repeats(tmp_path):
+    runner = CliRunner()
+    listed = runner.invoke(app, ["simulate", "--json"])
+    assert [each["name"] for each in json.loads(listed.stdout)] == list(papers.PAPERS)
+    how = ["--quick", "--arm", "fp32", "--seed", "0", "--store", str(tmp_path / "s.sqlite"), "--json"]
+    done = runner.invoke(app, ["simulate", "mogami", *how])
+    found = json.loads(done.stdout)
+    assert [row["arm"] for row in found["tables"][0]["rows"]] == ["fp32"]
+    assert found["claims"][0]["verdict"] == "not run"
+
+
+def test_bad_names_are_named():
+    with pytest.raises(InputError, match="there is no reproduction 'asp'; use one of: aps"):
+        papers.get("asp")
+    runner = CliRunner()
+    done = runner.invoke(app, ["simulate", "aps", "--quick", "--arm", "e9m9"])
+    assert "has no arm 'e9m9'; there are: e3m0, APS" in str(done.exception)
+    done = runner.invoke(app, ["simulate", "aps", "--table", "mnist 3"])
+    assert "no table of aps has 'mnist 3' in its title" in str(done.exception)
+
+
+def test_several_processes_give_what_one_gives(tmp_path):
+    trials = papers.get("mogami").sized("quick")[0].trials("mogami")[:2]
+    with Store(tmp_path / "a.sqlite") as one, Store(tmp_path / "b.sqlite") as two:
+        alone, shared = run.run(trials, one), run.run(trials, two, jobs=2)
+    assert [each.accuracy for each in alone] == [each.accuracy for each in shared]

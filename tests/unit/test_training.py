@@ -1,0 +1,149 @@
+"""Training on many nodes, pure 8-bit mode, and what runs of a seed have in common."""
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire import CodecError, InputError, Stream, codecs, simulate
+from thinwire.simulate import LossScale, Nodes, Plan, through
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def points(count=240, seed=0):
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+    return x, x[:, :3].argmax(1)
+
+
+def test_it_is_the_loop_it_says():
+    """Written out: shuffled batches, nodes in order, the rate that falls."""
+    model, other = net(), net()
+    data = points()
+    done = simulate.train(
+        model, data, nodes=4, wire="aps/e4m3", schedule="accumulate/2", steps=10, batch=5, lr=0.2, seed=7
+    )
+    nodes = Nodes(other, 4, "aps/e4m3", "accumulate/2", seed=7)
+    optimizer = torch.optim.SGD(other.parameters(), 0.2, 0.9)
+    draw = torch.Generator().manual_seed(7)
+    order = torch.cat([torch.randperm(240, generator=draw) for _ in range(1)])
+    for step in range(10):
+        picked = order[20 * step : 20 * step + 20]
+        optimizer.param_groups[0]["lr"] = 0.2 * (1 - step / 10)
+        nodes.backward(
+            lambda net, x, y: nn.functional.cross_entropy(net(x), y), data[0][picked], data[1][picked]
+        )
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert done.steps == 10
+    assert done.accuracy == simulate.evaluate(other, simulate.training.Images(*data, 0.0, 1.0))
+    assert [point.step for point in done.points][-1] == 10
+    assert done.sent_nbytes == nodes.sent_nbytes
+
+
+def test_a_loss_scale_leaves_out_steps_that_overflow():
+    model, data = net(), points()
+    before = [each.clone() for each in model.parameters()]
+    scaling = LossScale("dynamic", init=2.0**40)
+    options = {"nodes": 4, "wire": "e4m3~offset0", "schedule": "accumulate/sequential", "batch": 5}
+    done = simulate.train(model, data, steps=3, loss_scale=scaling, **options)
+    assert done.skipped == 3
+    assert scaling.scale == 2.0**37
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    done = simulate.train(model, data, steps=60, loss_scale=64.0, **options)
+    assert not done.failed
+    assert done.accuracy > 0.8
+
+
+def test_a_run_that_breaks_off_says_so():
+    model = net()
+    done = simulate.train(model, points(), steps=100, batch=8, lr=1e30)
+    assert done.failed
+    assert done.steps < 100
+
+
+def test_without_scaling_a_narrow_format_loses_what_scaling_keeps():
+    found = {}
+    for wire in ("e3m2~offset0", "aps/e3m2"):
+        model = net()
+        how = {"schedule": "accumulate/sequential", "nodes": 8, "steps": 40, "batch": 4}
+        found[wire] = simulate.train(model, points(), wire=wire, loss_scale=1 / 64, **how).accuracy
+    assert found["aps/e3m2"] > found["e3m2~offset0"] + 0.1
+
+
+# Pure 8-bit mode
+
+
+@pytest.mark.parametrize(
+    "codec", ["tree8", "static8~offset-1", "mantissa8~offset-1", "linear8", "int4/128~sr"]
+)
+def test_pure_gradients_are_what_a_codec_lets_through(codec):
+    model = net()
+    loss = nn.functional.cross_entropy(model(points()[0]), points()[1])
+    loss.backward()
+    before = [each.grad.clone() for each in model.parameters()]
+    through.gradients_(model.parameters(), codec, seed=3, step=4)
+    found = codecs.get(codec)
+    for place, (sent, parameter) in enumerate(zip(before, model.parameters(), strict=True)):
+        rng = Stream(3, step=4, tensor=f"gradient/{place}") if found.needs_rng else None
+        wire = found.encode(sent.reshape(-1), rng)
+        assert torch.equal(parameter.grad, found.decode(wire, sent.numel()).view(sent.shape))
+
+
+def test_pure_activations_pass_between_layers_both_ways():
+    model, data = net(), points(20)
+    pipe = through.attach(model, "tree8")
+    assert pipe.layers == ["2", "4"]
+    loss = nn.functional.cross_entropy(model(data[0]), data[1])
+    loss.backward()
+    found = [each.grad.clone() for each in model.parameters()]
+    pipe.remove()
+    sent = codecs.get("tree8")
+
+    def trip(x):
+        return sent.decode(sent.encode(x.reshape(-1)), x.numel()).view(x.shape)
+
+    with torch.no_grad():
+        one, two, three = model[0], model[2], model[4]
+        a = one(data[0])
+        b = trip(a.relu())
+        c = two(b)
+        d = trip(c.relu())
+        y = three(d)
+        e = (y.softmax(1) - nn.functional.one_hot(data[1], 3)) / 20
+        ed = trip(e @ three.weight) * (c > 0)
+        ea = trip(ed @ two.weight) * (a > 0)
+        expected = (ea.t() @ data[0], ea.sum(0), ed.t() @ b, ed.sum(0), e.t() @ d, e.sum(0))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(data[0]), data[1]).backward()
+    assert not torch.equal(model[0].weight.grad, found[0])
+
+
+@pytest.mark.parametrize("pure", ["gradients", "activations"])
+def test_pure_training_learns(pure):
+    model = net()
+    done = simulate.train(model, points(), wire="tree8", pure=pure, steps=80, batch=16)
+    assert done.accuracy > 0.85
+    assert not model[2]._forward_pre_hooks
+
+
+def test_bad_arguments_say_what_would_work():
+    model, data = net(), points(30)
+    with pytest.raises(InputError, match="there are 30 samples, a step takes 64"):
+        simulate.train(model, data, nodes=8, batch=8)
+    with pytest.raises(InputError, match="train has no argument epochs; a plan has: steps"):
+        simulate.train(model, data, epochs=3)
+    with pytest.raises(InputError, match="give a plan, or lr, not both"):
+        simulate.train(model, data, plan=Plan(), lr=0.1)
+    with pytest.raises(InputError, match="pure is 'gradients' or 'activations'"):
+        simulate.train(model, data, pure="weights", batch=4)
+    with pytest.raises(InputError, match="for one node"):
+        simulate.train(model, data, pure="gradients", nodes=2, batch=4)
+    with pytest.raises(CodecError, match="cannot be used for a round trip"):
+        simulate.round_trip(torch.ones(3), "onebit/64+ef")
+    with pytest.raises(InputError, match="fewer than two"):
+        through.attach(nn.Linear(2, 2), "tree8")
