@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from thinwire.codecs import describe as codec_facts
 from thinwire.formats import FORMATS
 from thinwire.formats.describe import describe
 from thinwire.schedules import SCHEDULES
-from thinwire.study import convergence
+from thinwire.study import convergence, papers
+from thinwire.study.papers import judge
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -226,6 +228,28 @@ def training_tables() -> str:
     return "\n\n".join(parts)
 
 
+def reproduction(name: str) -> str:
+    """The claims and the tables of a paper, where its full length has been run."""
+    paper = papers.get(name)
+    parts = [f"**{paper.question}** {paper.source}."]
+    path = RESULTS / f"simulate-{name}.json"
+    if not path.exists():
+        return "\n\n".join((*parts, f"Not run at full length yet; `thinwire simulate {name}` does."))
+    record = json.loads(path.read_text())
+    on = record["machine"]["gpu" if record["device"] == "cuda" else "processor"]
+    parts.append(f"`thinwire simulate {name}`; {on}, {record['date'][:10]}, commit `{record['commit']}`.")
+    if record["claims"]:
+        parts.append(table(list(judge.CLAIMS), [list(row) for row in judge.claims(record)]))
+    for part in record["tables"]:
+        lines = judge.cells(part)
+        kept = [number for number in range(len(judge.HEADER)) if any(row[number] for row in lines)]
+        rows = [[f"`{row[0]}`", *(row[number] for number in kept[1:])] for row in lines]
+        title = f"#### {part['title']}, {len(part['seeds'])} seeds"
+        parts.append(f"{title}\n\n" + table([judge.HEADER[number] for number in kept], rows))
+    parts.append("\n".join(f"- {note}" for note in record["notes"]))
+    return "\n\n".join(filter(None, parts))
+
+
 PARTS = {
     "demo": demo_table,
     "convergence": convergence_table,
@@ -244,6 +268,7 @@ PARTS = {
     "codec-speed": codec_summary,
     "codec-speed-cpu": lambda: speed_tables("codecs", "cpu"),
     "codec-speed-cuda": lambda: speed_tables("codecs", "cuda"),
+    **{f"reproduction-{name}": partial(reproduction, name) for name in papers.PAPERS},
 }
 
 

@@ -33,11 +33,34 @@ def test_quick_rounding_is_the_formats_own(format, probes):
 def test_which_formats_are_quick():
     names = {each.name for each in quick_formats()}
     assert {"float16", "bfloat16", "tf32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8"} <= names
-    assert not {"posit8_1", "nf4", "e3m0", "float4_e2m1fn"} & names
+    assert {"posit8_1", "posit16_2", "nf4"} <= names  # by table
+    assert not {"e3m0", "float4_e2m1fn"} & names
     saturating = formats.Float(4, 3, specials="fnuz", saturate=True)
     for each in (saturating, formats.Float(5, 2, subnormals=False), formats.Fixed(1, 23)):
         assert gemm_params.quick(each._prepared(0), 0) is None
     assert gemm_params.quick(formats.get("e5m2")._prepared(2), 2) is None
+    assert gemm_params.quick(formats.get("nf4")._prepared(5), 5) is None
+
+
+@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize(
+    ("product", "total"), [("posit8_2", "posit8_2"), ("posit16_1", "nf4"), ("uniform8s", "e5m2")]
+)
+def test_tables_equal_the_reference(product, total, order):
+    """Zeros of both signs, infinities and NaN, too."""
+    random = torch.Generator().manual_seed(order)
+    a, b = torch.randn(2, 5, 40, generator=random), torch.randn(2, 40, 7, generator=random)
+    a[0, 0, 0], a[0, 1, 1], a[0, 2, 2], b[1, 3, 3] = torch.tensor([float("inf"), -float("nan"), -0.0, -1e-40])
+    for mode in range(5):
+        try:
+            params = [formats.get(name)._prepared(mode) for name in (product, total)]
+        except FormatError:
+            continue
+        p = gemm_params.GemmParams(*params, mode, order, 7 * (order == gemm_params.CHUNKED))
+        found, wanted = torch.empty(2, 5, 7), torch.empty(2, 5, 7)
+        gemm_cpu.gemm(p, a, b, found)
+        gemm_reference.gemm(p, a, b, wanted)
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
 def test_results_do_not_depend_on_threads(monkeypatch):
