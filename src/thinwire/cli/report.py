@@ -1,12 +1,15 @@
 """The verb `thinwire report`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from thinwire.cli.output import Json, print_json, print_table
 from thinwire.errors import ThinwireError
+
+if TYPE_CHECKING:
+    from thinwire.study import Record
 
 Save = Annotated[Path | None, typer.Option(help="Write the summary as JSON into this folder.")]
 
@@ -14,12 +17,13 @@ Save = Annotated[Path | None, typer.Option(help="Write the summary as JSON into 
 def make_report(
     store: Annotated[Path, typer.Option(help="The file of records.")] = Path("thinwire.sqlite"),
     study: Annotated[str, typer.Option(help="Which study's records.")] = "demo",
-    out: Annotated[Path | None, typer.Option(help="The page; by default STUDY.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; by default named after the study.")] = None,
     save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Make the page of a study from its stored records, and print its summary."""
     from thinwire import report
+    from thinwire.study.papers import PREFIX
     from thinwire.study.store import Store
 
     if not store.exists():
@@ -31,6 +35,9 @@ def make_report(
     if not records:
         held = f"it has {', '.join(others)}" if others else "it is empty"
         raise ThinwireError(f"{store} has no records of the study '{study}'; {held}")
+    if study.startswith(PREFIX):
+        _reproduction(study, records, out, save, as_json)
+        return
     summary = report.summarize(records)
     page = report.save(summary, out or Path(f"{study}.html"))
     keep(summary, save)
@@ -38,6 +45,33 @@ def make_report(
         print_json({"page": str(page), **summary})
         return
     print_summary(summary)
+    _tell(page)
+
+
+def _reproduction(
+    study: str, records: "list[Record]", out: Path | None, save: Path | None, as_json: bool
+) -> None:
+    """The page of a paper's claims, for studies of `thinwire simulate`."""
+    from thinwire.cli.simulate import _print
+    from thinwire.report import papers
+
+    found = papers.collect(study, records)
+    if not found["tables"]:
+        raise ThinwireError(f"no record of the study '{study}' belongs to a table that thinwire knows")
+    name = study.replace("/", "-")
+    page = papers.save([found], out or Path(f"{name}.html"), records)
+    if save:
+        from thinwire.bench import machine
+
+        typer.echo(f"saved {machine.save(found, save, name)}", err=True)
+    if as_json:
+        print_json({"page": str(page), **found})
+        return
+    _print(found)
+    _tell(page)
+
+
+def _tell(page: Path) -> None:
     typer.echo(f"the page is {page} ({page.stat().st_size / 1e6:.1f} MB, needs no network)")
 
 

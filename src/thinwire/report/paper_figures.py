@@ -21,11 +21,12 @@ MARGIN = 1.0  #: points that "same" and "near" may lie below the base
 CUT = 1.25  #: losses above so many times the base's largest are not drawn
 #: Verdicts: colour, marker, and what they mean.
 VERDICTS = {
-    "same": ("#0da1cc", "circle", "no loss of a point or more"),
-    "near": ("#5262c2", "square", "lower, but by less than a point"),
-    "lower": ("#e65b00", "triangle-down", "lower"),
-    "unknown": ("#74727f", "diamond", "cannot be told"),
+    "same": ("#0da1cc", "circle", "not a point lower"),
+    "near": ("#5262c2", "square", "less accurate, by less than a point"),
+    "lower": ("#e65b00", "triangle-down", "less accurate"),
+    "unknown": ("#74727f", "diamond", "the interval allows both"),
 }
+SIZES = {"triangle-down": 14, "diamond": 13}
 PAPER = "#ad1bff"
 COLOURS = (*(colour for name, colour in KNOWN.items() if name != "fp32"), *SPARE)
 
@@ -132,7 +133,7 @@ def _value(row: Plain) -> str:
     mean = _mean(row)
     if mean is None:
         return "not finite" if row["difference"] else text.NOTHING
-    return f"{mean:+.2f}".replace("-", text.MINUS)
+    return text.minus(f"{mean:+.2f}")
 
 
 def _safe(words: str) -> str:
@@ -149,7 +150,7 @@ def _means(verdict: str, rows: Sequence[Plain], numbers: Mapping[str, int], axis
     ]
     places = [axis.place(mean) for mean in means]
     said = [
-        f"{_value(row)} ({low:+.2f} to {high:+.2f})".replace("-", text.MINUS)
+        text.minus(f"{_value(row)} ({low:+.2f} to {high:+.2f})")
         for row, (low, high) in zip(rows, ends, strict=True)
     ]
     return {
@@ -168,7 +169,7 @@ def _means(verdict: str, rows: Sequence[Plain], numbers: Mapping[str, int], axis
             "thickness": 3,
             "width": 0,
         },
-        "marker": {"color": colour, "symbol": symbol, "size": 11, "line": {"width": 0}},
+        "marker": {"color": colour, "symbol": symbol, "size": SIZES.get(symbol, 11), "line": {"width": 0}},
         "text": [_safe(row["arm"]) for row in rows],
         "customdata": said,
         "hovertemplate": f"<b>%{{text}}</b><br>%{{customdata}}<br>{verdict}: {meaning}<extra></extra>",
@@ -186,7 +187,7 @@ def _seeds(part: Plain, rows: Sequence[Plain], axis: Scale) -> Plain:
         "marker": {
             "color": [VERDICTS[row["verdict"]][0] for _, row, _ in found], "size": 5, "opacity": 0.6,
         },
-        "customdata": [f"{each:+.2f}".replace("-", text.MINUS) for _, _, each in found],
+        "customdata": [text.minus(f"{each:+.2f}") for _, _, each in found],
         "hovertemplate": "one seed: %{customdata}<extra></extra>",
     }  # fmt: skip
 
@@ -200,7 +201,7 @@ def _printed(found: Mapping[str, float], numbers: Mapping[str, int], axis: Scale
         "y": [numbers[name] for name in found],
         "marker": {"color": PAPER, "symbol": "diamond-open", "size": 14, "line": {"width": 2}},
         "text": [_safe(name) for name in found],
-        "customdata": [f"{each:+.2f}".replace("-", text.MINUS) for each in found.values()],
+        "customdata": [text.minus(f"{each:+.2f}") for each in found.values()],
         "hovertemplate": "<b>%{text}</b><br>in the paper: %{customdata}<extra></extra>",
     }
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def _paper(number: int, result: Plain, several: bool, drawn: set[str]) -> str:
     head = ""
     if several:
         head = (
-            f"<h2>{escape(result['question'])}</h2>"
+            f'<h2 class="question">{escape(result["question"])}</h2>'
             f'<p class="lede">{_source(result["source"])}</p>{_tally(result["claims"])}'
         )
     tables = "\n".join(
@@ -212,8 +212,8 @@ def setting(part: Plain) -> str:
     batch = f"{asked['batch']}" if asked["nodes"] == 1 else f"{asked['nodes']} {text.TIMES} {asked['batch']}"
     seeds = f"{count} {'seed' if count == 1 else 'seeds'}"
     return (
-        f"{asked['network']} on {asked['data']}, {nodes}{asked['steps']:,} steps of {batch} samples, {seeds}; "
-        f"intervals are those of {100 * asked['confidence']:g} %, over equal seeds."
+        f"{asked['network']} on {asked['data']}, {nodes}{asked['steps']:,} steps of {batch} samples, "
+        f"{seeds}; intervals are those of {100 * asked['confidence']:g} %, over equal seeds."
     )
 
 
@@ -250,8 +250,14 @@ def _legend(part: Plain) -> str:
 
 
 def _numbers(part: Plain) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in judge.HEADER)
-    rows = "\n".join(_row(row, cells) for row, cells in zip(part["rows"], judge.cells(part), strict=True))
+    """The lines of the table; columns without any entry are left out."""
+    lines = judge.cells(part)
+    columns = [column for column in range(len(judge.HEADER)) if any(cells[column] for cells in lines)]
+    head = "".join(f'<th scope="col">{escape(judge.HEADER[column])}</th>' for column in columns)
+    rows = "\n".join(
+        _row(row, {column: cells[column] for column in columns})
+        for row, cells in zip(part["rows"], lines, strict=True)
+    )
     return f"""<div class="scroll" tabindex="0"><table class="numbers">
 <thead><tr>{head}</tr></thead>
 <tbody>
@@ -259,26 +265,21 @@ def _numbers(part: Plain) -> str:
 </tbody></table></div>"""
 
 
-def _row(row: Plain, cells: Sequence[str]) -> str:
+def _row(row: Plain, cells: Mapping[int, str]) -> str:
     found = []
-    for column, cell in enumerate(cells[1:], start=1):
-        shown = escape(shown_number(cell))
+    for column, cell in cells.items():
+        if column == 0:
+            found.append(f'<th scope="row">{escape(cell)}</th>')
+            continue
+        shown = escape(text.minus(cell))
         value = row[VALUES[column]] if column in VALUES else None
         full = f' data-value="{value["mean"]!r}"' if value else ""
-        if column == VERDICT and cell in figures.VERDICTS:
+        kind = ' class="verdict"' if column == VERDICT else ""
+        if kind and cell in figures.VERDICTS:
             colour, symbol, _ = figures.VERDICTS[cell]
             shown = page.swatch({"colour": colour, "symbol": symbol, "dash": "solid"}) + shown
-        found.append(f"<td{full}>{shown}</td>")
-    return f'<tr><th scope="row">{escape(cells[0])}</th>{"".join(found)}</tr>'
-
-
-def shown_number(cell: str) -> str:
-    """A cell with minus signs in place of hyphens.
-
-    >>> shown_number("-0.50 to +0.25") == f"{text.MINUS}0.50 to +0.25"
-    True
-    """
-    return re.sub(r"(?<![\w])-(?=[0-9])", text.MINUS, cell)
+        found.append(f"<td{kind}{full}>{shown}</td>")
+    return f"<tr>{''.join(found)}</tr>"
 
 
 def _chips(part: Plain) -> str:

@@ -45,7 +45,7 @@ class Scale:
         if self.cut is not None:
             low, high = self.range
             last = min(near, default=self.cut)
-            for each in reversed(_round_values(self.low, self.cut, 2)):
+            for each in reversed(_round_values(self.low, self.cut, 3)):
                 if self.place(last) - self.place(each) > APART * (high - low):
                     found.append((self.place(each), _label(each)))
                     last = each
@@ -63,21 +63,17 @@ def fit(marks: Sequence[float], intervals: Sequence[tuple[float, float, float]])
     low, high = min(low, -SMALLEST), max(high, SMALLEST)
     pad = PAD * (high - low)
     far = [each for each in marks if cut is not None and each < cut]
-    if not far or low - pad < max(far) / 2:  # the intervals fill the gap
-        far_lows = [max(each[1], LOWEST) for each in intervals]
-        bottom = min([low, *far, *far_lows])
-        return Scale(bottom - PAD * (high - bottom), high + pad)
-    lows = [max(each[1], LOWEST) for each in intervals]
-    bottom = min(far + lows)
+    bottom = min([low, *far, *(max(each[1], LOWEST) for each in intervals)])
     edge = low - pad
-    bottom -= PAD * (edge - bottom) * 2
-    factor = SHARE / (1 - SHARE) * (high + pad - edge) / (edge - bottom)
-    return Scale(bottom, high + pad, edge, factor)
+    if not far or edge < max(far) / 2:  # no gap, or intervals fill it
+        return Scale(bottom - PAD * (high - bottom), high + pad)
+    bottom -= 2 * PAD * (edge - bottom)
+    return Scale(bottom, high + pad, edge, SHARE / (1 - SHARE) * (high + pad - edge) / (edge - bottom))
 
 
 def _gap(marks: Sequence[float]) -> float | None:
     """A value in the widest gap below zero, if it is wide."""
-    found = sorted((-each for each in marks if each < 0), reverse=False)
+    found = sorted(-each for each in marks if each < 0)
     pairs = [(two / max(one, 1.0), -(one + two) / 2) for one, two in zip([0.0, *found], found, strict=False)]
     ratio, middle = max(pairs, default=(0.0, 0.0))
     return middle if ratio >= FAR else None

@@ -93,6 +93,16 @@ def signed(value: float) -> str:
     return "0.0" if text[1:] == "0.0" else text.replace("-", MINUS)
 
 
+def minus(words: str) -> str:
+    """Numbers with minus signs in place of hyphens, and no sign at zero.
+
+    >>> minus("-0.50 to +0.25") == f"{MINUS}0.50 to +0.25", minus("-0.00"), minus("<8, -8>, a-1")[-3:]
+    (True, '0.00', 'a-1')
+    """
+    found = re.sub(r"(?<!\w)[-+](?=0\.0+(?![0-9]))", "", words)
+    return re.sub(r"(?<!\w)-(?=[0-9])", MINUS, found)
+
+
 def link(name: str) -> str:
     """
     >>> link("100mbit"), link("2.5gbit"), link("loopback")

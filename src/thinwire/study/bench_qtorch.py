@@ -1,7 +1,7 @@
-"""QPyTorch (`qtorch`, Zhang et al. 2019) beside `simulate`: how fast both round, and where their numbers differ.
+"""QPyTorch (`qtorch`, Zhang et al. 2019) beside `simulate`: how fast both round, and how their numbers differ.
 
-Both make new memory for their results, on one thread. Each difference has a check that runs both on the
-numbers that decide: all values and all midpoints of a format, or special values.
+Both make new memory for their results, on one thread. Each trait has a check that runs both on the numbers
+that decide: all values and all midpoints of a format, or special values.
 """
 
 import importlib
@@ -78,12 +78,12 @@ def _both(module: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> No
     torch.autograd.grad(module(x), x, gradient)
 
 
-# Where their numbers differ
+# How their numbers differ
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Something that qtorch does in another way; `holds` runs both and tells whether it does."""
+class Trait:
+    """What both do in a case, perhaps the same; `holds` runs both and tells whether they do."""
 
     function: str
     what: str
@@ -92,7 +92,7 @@ class Difference:
     holds: Callable[[Any], bool]
 
 
-def differences(quant: Any | None) -> list[dict[str, Any]]:
+def traits(quant: Any | None) -> list[dict[str, Any]]:
     """All of them as rows; `holds` is None where qtorch is not there to run."""
     return [
         {
@@ -102,7 +102,7 @@ def differences(quant: Any | None) -> list[dict[str, Any]]:
             "thinwire": each.ours,
             "holds": None if quant is None else each.holds(quant),
         }
-        for each in DIFFERENCES
+        for each in TRAITS
     ]
 
 
@@ -185,7 +185,11 @@ def _float_zero(quant: Any) -> bool:
 
 
 def _float_seed(quant: Any) -> bool:
-    return not _repeats(quant.float_quantize, 5, 2) and not _repeats(quant.block_quantize, WORD) and _ours_repeat()
+    return (
+        not _repeats(quant.float_quantize, 5, 2)
+        and not _repeats(quant.block_quantize, WORD)
+        and _ours_repeat()
+    )
 
 
 def _repeats(function: Callable[..., Tensor], *args: int) -> bool:
@@ -267,58 +271,96 @@ def _block_ties(quant: Any) -> bool:
 
 def _block_step(quant: Any) -> bool:
     x = torch.tensor([127.75, 1.0])
-    return _block(quant, x).tolist() == [127.0, 1.0] and Precision.of("int8~fit").round(x).tolist() == [128.0, 0.0]
+    return _block(quant, x).tolist() == [127.0, 1.0] and Precision.of("int8~fit").round(x).tolist() == [
+        128.0,
+        0.0,
+    ]
 
 
-DIFFERENCES = (
-    Difference(
+def _float_subnormals(quant: Any) -> bool:
+    found = [(_nearest(quant, _values(*kind), *kind), _values(*kind)) for kind in KINDS]
+    return all(torch.equal(*each) for each in found) and torch.equal(
+        Float(5, 2).round(_values(5, 2)), _values(5, 2)
+    )
+
+
+def _input_kept(quant: Any) -> bool:
+    x = torch.linspace(-3, 3, 1001)
+    before = x.clone()
+    for _, _, theirs, ours in cases(quant, x):
+        theirs()
+        ours()
+    return torch.equal(x, before)
+
+
+def _gradients(quant: Any) -> bool:
+    x, gradient = torch.linspace(-300, 300, 1001, requires_grad=True), torch.linspace(-1, 1, 1001) * 1.01
+    number: Any = importlib.import_module("qtorch").FloatingPoint
+    module = quant.Quantizer(number(4, 3), number(5, 2), "nearest", "nearest")
+    (theirs,) = torch.autograd.grad(module(x), x, gradient)
+    (ours,) = torch.autograd.grad(Quantizer("e4m3", "e5m2")(x), x, gradient)
+    return torch.equal(theirs, _nearest(quant, gradient, 5, 2)) and torch.equal(
+        ours, Float(5, 2).round(gradient)
+    )
+
+
+SUBNORMAL, INPUT, GRADIENT = "kept", "left as it is", "straight through, rounded to a number of its own"
+TRAITS = (
+    Trait("float_quantize", "subnormals", SUBNORMAL, SUBNORMAL, _float_subnormals),
+    Trait("all", "the input tensor", INPUT, INPUT, _input_kept),
+    Trait("Quantizer", "the gradient", GRADIENT, GRADIENT, _gradients),
+    Trait(
         "float_quantize", "ties, rounding to nearest", "away from zero", "to even, as IEEE 754", _float_ties
     ),
-    Difference(
+    Trait(
         "float_quantize",
         "just below a tie between subnormals",
         "rounded twice (first by a float32 addition): away from zero",
         "rounded once: to the nearer value",
         _float_subnormal_ties,
     ),
-    Difference(
+    Trait(
         "float_quantize",
         "beyond the range",
         "no exponent is kept for specials: up to 114688 (5, 2) or 480 (4, 3), then saturates",
         "infinity beyond 57344 (e5m2) or 240 (e4m3); Float(5, 2, specials='none') has qtorch's range",
         _float_range,
     ),
-    Difference(
-        "float_quantize", "infinities and NaN", "the largest value; NaN becomes positive", "kept", _float_specials
+    Trait(
+        "float_quantize",
+        "infinities and NaN",
+        "the largest value; NaN becomes positive",
+        "kept",
+        _float_specials,
     ),
-    Difference("float_quantize", "-0 and negatives that vanish", "+0", "-0", _float_zero),
-    Difference(
+    Trait("float_quantize", "-0 and negatives that vanish", "+0", "-0", _float_zero),
+    Trait(
         "float_quantize, block_quantize",
         "random numbers",
         "a generator of its own: torch.manual_seed does not repeat them",
         "a named stream: the same on every run and device",
         _float_seed,
     ),
-    Difference("float_quantize", "float16 and bfloat16 inputs", "refused", "taken", _float_inputs),
-    Difference("all", "rounding, if not said", "stochastic", "nearest", _defaults),
-    Difference("fixed_point_quantize", "NaN", "kept", "0: a fixed-point number has none", _fixed_nan),
-    Difference(
+    Trait("float_quantize", "float16 and bfloat16 inputs", "refused", "taken", _float_inputs),
+    Trait("all", "rounding, if not said", "stochastic", "nearest", _defaults),
+    Trait("fixed_point_quantize", "NaN", "kept", "0: a fixed-point number has none", _fixed_nan),
+    Trait(
         "fixed_point_quantize",
         "the float32 just above half a step",
         "0 (half is added in float32 first)",
         "one step, which is nearer",
         _fixed_half,
     ),
-    Difference("fixed_point_quantize", "negatives that vanish", "-0", "+0", _fixed_zero),
-    Difference(
+    Trait("fixed_point_quantize", "negatives that vanish", "-0", "+0", _fixed_zero),
+    Trait(
         "fixed_point_quantize",
         "values of the format, stochastic",
-        "change now and then (2 to 8 of a million near the lower end)",
+        "change now and then (8 in a million at -127/64)",
         "never change",
         _fixed_grid,
     ),
-    Difference("block_quantize", "ties, rounding to nearest", "upward", "to even", _block_ties),
-    Difference(
+    Trait("block_quantize", "ties, rounding to nearest", "upward", "to even", _block_ties),
+    Trait(
         "block_quantize",
         "a largest value that would round beyond 127 steps",
         "is cut to 127 steps",
