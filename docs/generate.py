@@ -23,7 +23,7 @@ from thinwire.codecs import describe as codec_facts
 from thinwire.formats import FORMATS
 from thinwire.formats.describe import describe
 from thinwire.schedules import SCHEDULES
-from thinwire.study import convergence, papers
+from thinwire.study import bench_simulate, convergence, papers
 from thinwire.study.papers import judge
 
 ROOT = Path(__file__).parents[1]
@@ -250,8 +250,26 @@ def reproduction(name: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def simulate_tables() -> str:
+    """Of every device that was measured."""
+    parts = []
+    for device in ("cpu", "cuda"):
+        if not (RESULTS / f"simulate-{device}.json").exists():
+            continue
+        record = result("simulate", device)
+        name = (
+            record["machine"]["gpu"] if device == "cuda" else record["machine"]["processor"] + ", one thread"
+        )
+        parts.append(f"### {name}\n\n{record['date'][:10]}, commit `{record['commit']}`.")
+        for title, header, rows in bench_simulate.tables(record):
+            parts.append(f"#### {title}\n\n" + table(list(header), [list(row) for row in rows]))
+        parts += [f"Not measured: {library} ({reason})." for library, reason in record["absent"].items()]
+    return "\n\n".join(parts) or "Not measured yet: `thinwire bench simulate --save benchmarks/results`."
+
+
 PARTS = {
     "demo": demo_table,
+    "simulate-bench": simulate_tables,
     "convergence": convergence_table,
     "training": training_tables,
     "schedules": schedule_list,

@@ -100,6 +100,20 @@ def bench_training(
     _report(bench, "training-cpu", (networks, places, methods), save, commit, as_json)
 
 
+@app.command("simulate")
+def bench_simulate(
+    device: Device = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller, in half a minute.")] = False,
+    save: Save = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """Emulated products, rounding and nodes, beside torch and QPyTorch; about three minutes on a CPU."""
+    from thinwire.study import bench_simulate
+
+    _report(bench_simulate, f"simulate-{device}", (device, quick), save, commit, as_json)
+
+
 def _report(
     bench: ModuleType | SimpleNamespace,
     name: str,

@@ -52,7 +52,7 @@ def _reproduction(
     study: str, records: "list[Record]", out: Path | None, save: Path | None, as_json: bool
 ) -> None:
     """The page of a paper's claims, for studies of `thinwire simulate`."""
-    from thinwire.cli.simulate import _print
+    from thinwire.cli.simulate import print_result
     from thinwire.report import papers
 
     found = papers.collect(study, records)
@@ -67,7 +67,7 @@ def _reproduction(
     if as_json:
         print_json({"page": str(page), **found})
         return
-    _print(found)
+    print_result(found)
     _tell(page)
 
 

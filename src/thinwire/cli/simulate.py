@@ -11,7 +11,7 @@ from thinwire.cli.progress import STORE, Fresh, StorePath, train
 from thinwire.errors import InputError
 
 if TYPE_CHECKING:
-    from thinwire.study import Trial
+    from thinwire.study import Record, Trial
     from thinwire.study.papers import Paper, Table
 
 Name = Annotated[str | None, typer.Argument(help="Which reproduction; without it, all are listed.")]
@@ -36,6 +36,7 @@ def simulate(  # noqa: PLR0913
 ) -> None:
     """Put published claims about low precision to the test, on one device."""
     from thinwire.study import papers
+    from thinwire.study.papers import judge
 
     if name is None:
         _list(as_json)
@@ -50,7 +51,8 @@ def simulate(  # noqa: PLR0913
         titles = "; ".join(each.title for each in paper.sized(papers.QUICK if quick else papers.FULL))
         raise InputError(f"no table of {name} has '{table}' in its title; there are: {titles}")
     trials = _trials(paper, tables, arms, seeds, seed)
-    found = _result(paper, tables, trials, store, device, jobs, fresh)
+    records = _records(tables, trials, store, device, jobs, fresh)
+    found = judge.result(paper, tables, records, device)
     found["commit"] = commit or found["commit"]
     if save:
         from thinwire.bench import machine
@@ -59,32 +61,29 @@ def simulate(  # noqa: PLR0913
     if page:
         from thinwire.report import papers as report
 
-        typer.echo(f"the page is {report.save([found], page)}", err=True)
+        typer.echo(f"the page is {report.save([found], page, records)}", err=True)
     if as_json:
         print_json(found)
     else:
-        _print(found)
+        print_result(found)
 
 
-def _result(
-    paper: "Paper",
+def _records(
     tables: "list[Table]",
     trials: "list[Trial]",
     store: Path,
     device: str,
     jobs: int,
     fresh: bool,
-) -> dict[str, Any]:
+) -> "list[Record]":
     from thinwire import data
     from thinwire.cli.data import fetch_bar
-    from thinwire.study.papers import judge
     from thinwire.study.papers.run import run
 
     for each in dict.fromkeys(table.data for table in tables):
         with fetch_bar(each) as fetching:
             data.fetch(each, fetching)
-    records = train(trials, store, fresh=fresh, run=partial(run, device=device, jobs=jobs))
-    return judge.result(paper, tables, records, device)
+    return train(trials, store, fresh=fresh, run=partial(run, device=device, jobs=jobs))
 
 
 def _trials(
@@ -103,7 +102,7 @@ def _trials(
     ]
 
 
-def _print(found: dict[str, Any]) -> None:
+def print_result(found: dict[str, Any]) -> None:
     from thinwire.study.papers import judge
 
     typer.echo(f"{found['question']}\n{found['source']}")

@@ -1,4 +1,4 @@
-"""QPyTorch (`qtorch`, Zhang et al. 2019) beside `simulate`: how fast both round, and how their numbers differ.
+"""QPyTorch (`qtorch`, Zhang et al. 2019) beside `simulate`: how fast both are, how their numbers differ.
 
 Both make new memory for their results, on one thread. Each trait has a check that runs both on the numbers
 that decide: all values and all midpoints of a format, or special values.
@@ -62,8 +62,8 @@ def _modules(quant: Any, x: Tensor, rounding: str) -> Iterator[Case]:
     ours = Quantizer("e4m3", "e5m2", rounding=rounding)
     leaf, gradient = x.clone().requires_grad_(), torch.ones_like(x)
     for what, call in (("forward", _forward), ("forward and backward", _both)):
-        both = (partial(call, each, leaf, gradient) for each in (theirs, ours))
-        yield f"Quantizer {what} {rounding}", "Quantizer(e4m3, e5m2)", *both
+        their_call, our_call = (partial(call, each, leaf, gradient) for each in (theirs, ours))
+        yield f"Quantizer {what} {rounding}", "Quantizer(e4m3, e5m2)", their_call, our_call
 
 
 def _round(name: str, rounding: str, x: Tensor, rng: Stream | None) -> Call:

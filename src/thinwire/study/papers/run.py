@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +112,7 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         each_step=each_step,
         tell=tell,
     )
-    return _record(trial, table, net, done, time.perf_counter() - began)
+    return _record(trial, table, net, done, time.perf_counter() - began, device)
 
 
 def _wire(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
@@ -174,7 +176,9 @@ def _augment(x: Tensor, draw: torch.Generator) -> Tensor:
     return padded.permute(0, 2, 3, 1)[samples, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
 
 
-def _record(trial: Trial, table: Table, net: nn.Module, done: simulate.Trained, seconds: float) -> Record:
+def _record(
+    trial: Trial, table: Table, net: nn.Module, done: simulate.Trained, seconds: float, device: str
+) -> Record:
     numel = sum(each.numel() for each in net.parameters())
     fp32 = trace(numel, "fp32", table.nodes, "native").sent_nbytes if table.nodes > 1 else 0
     step_s = seconds / done.steps
@@ -194,9 +198,19 @@ def _record(trial: Trial, table: Table, net: nn.Module, done: simulate.Trained, 
         overlap=0.0,
         layers=(),
         replicas_equal=True,  # there is one
-        environment={"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": machine.commit()},
+        environment=_environment(device),
         command=command(trial),
     )
+
+
+def _environment(device: str) -> dict[str, Any]:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": now, "device": device, **_place()}
+
+
+@cache
+def _place() -> dict[str, Any]:
+    return {"commit": machine.commit(), "machine": machine.describe()["machine"]}
 
 
 def command(trial: Trial) -> str:
