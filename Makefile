@@ -60,6 +60,7 @@ bench: .venv/.peers
 	$(BIN)/thinwire bench codecs --save benchmarks/results
 	$(BIN)/thinwire bench collectives --save benchmarks/results
 	$(BIN)/thinwire bench training --save benchmarks/results
+	$(BIN)/thinwire bench simulate --save benchmarks/results
 	$(BIN)/thinwire study convergence --save benchmarks/results
 	$(BIN)/thinwire demo --fresh --save benchmarks/results
 	@$(MAKE) --no-print-directory docs

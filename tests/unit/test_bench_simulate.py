@@ -132,8 +132,8 @@ def test_calls_take_turns_and_the_warm_up_does_not_count():
 
 def test_targets_of_a_cpu_come_from_its_rows(record):
     made = copy.deepcopy(record)
-    made["products"][0]["times_reference"] = 20.0
-    made["products"][1]["times_reference"] = 19.9
+    made["products"][0]["times_torch"] = 20.0
+    made["products"][1]["times_torch"] = 19.9
     made["nodes"][0]["ratio"], made["nodes"][1]["ratio"] = 3.0, 3.1
     found = {row["what"]: row for row in bench_simulate.targets(made)}
     stepwise = [row for row in made["products"] if row["rounded"] == "every step"]

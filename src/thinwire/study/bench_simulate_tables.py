@@ -6,7 +6,7 @@ from typing import Any
 from thinwire.bench.formats import Table
 
 STEPS, KAHAN_STEPS = "e5m2, e5m10 sequential", "e5m2, e5m10 kahan"
-FASTER = 20.0  #: than one step at a time, on a CPU
+FASTER = 20.0  #: than all in torch, on a CPU
 TERA = {STEPS: 1.0, KAHAN_STEPS: 0.4}  #: multiply-adds a second on an H200, in 1e12
 SHARE = 0.85  #: of copy bandwidth, for a `Quantizer` to nearest on an H200
 SLOWER = 3.0  #: than plain gradients in float32, at most
@@ -27,7 +27,7 @@ def _goals(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float, boo
     for row in result["products"]:
         name = row["product"]
         if not on_gpu and row["rounded"] == "every step":
-            yield f"product {name}", "times one step at a time", FASTER, row["times_reference"], False
+            yield f"product {name}", "times all in torch", FASTER, row["times_torch"], False
         if on_gpu and name in TERA:
             yield f"product {name}", "T multiply-adds/s", TERA[name], row["macs_per_s"] / 1e12, False
     for row in result["quantizers"]:
