@@ -18,7 +18,7 @@ if not HAS_GPU:
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from thinwire import Stream, formats, simulate
-from thinwire.kernels import gemm_cpu, gemm_cuda, gemm_exact, gemm_quire
+from thinwire.kernels import gemm_cpu, gemm_cuda, gemm_exact, gemm_quire, gemm_reference
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, SEQUENTIAL, GemmParams, quick
 from thinwire.simulate import Arithmetic
 
@@ -60,6 +60,7 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 def _no_device_switch(monkeypatch):
     if not HAS_GPU:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(gemm_cuda, "_processors", lambda _device: 1)
 
 
 def operands(rows, steps, columns, batch=2, seed=0):
@@ -166,7 +167,110 @@ def test_exact_sums_equal_the_plain_method(width, less, levels, lowest):
             assert_same(found, wanted)
 
 
-def test_extents_are_those_of_the_cpu():
+def share(monkeypatch, steps):
+    """Programs share the steps of a tile, so many each at least, however few there are."""
+    monkeypatch.setattr(gemm_cuda, "_processors", lambda _device: 64)
+    monkeypatch.setattr(gemm_cuda, "LONG", 2)
+    monkeypatch.setattr(gemm_cuda, "SHARE", steps)
+
+
+def assert_exact_parts(a, b):
+    """To nearest and to odd, as the plain method has it. Returns the number of levels."""
+    shape = a.shape[0], a.shape[1], b.shape[2]
+    for odd in (False, True):
+        wanted, found = torch.empty(shape), torch.empty(shape, device=DEVICE)
+        gemm_exact.gemm(a, b, wanted, odd=odd)
+        gemm_cuda.exact(a.to(DEVICE), b.to(DEVICE), found, odd=odd)
+        assert_same(found, wanted)
+    window = gemm_quire.window(gemm_cpu._extent(a), gemm_cpu._extent(b), a.shape[-1])
+    return window and window.levels
+
+
+def test_steps_are_shared_where_tiles_are_few():
+    assert gemm_cuda.parts(1, 50176, 132) == 4 * 132
+    assert gemm_cuda.parts(5, 6400, 132) == 100
+    assert gemm_cuda.parts(100, 6400, 132) == 5
+    assert gemm_cuda.parts(52, 64, 132) == 1
+    assert gemm_cuda.parts(132, 50176, 132) == 1
+    assert gemm_cuda.parts(131, 1 << 20, 132) == 4
+    assert all(gemm_cuda.parts(tiles, 256, 1) == 1 for tiles in (1, 2, 100))
+
+
+@pytest.mark.parametrize(
+    ("width", "less", "levels"), [case for case in WINDOWS if case[2] is not None and case[0] > 20]
+)
+@pytest.mark.parametrize("each", [1, 9])
+def test_exact_sums_in_parts_use_the_window_up_to_its_ends(width, less, levels, each, monkeypatch):
+    """The greatest sums there are, sums that cancel across parts, a last part that is shorter."""
+    share(monkeypatch, each)
+    random = torch.Generator().manual_seed(width)
+    for rows, steps, columns in [(6, 37, 25), (40, 101, 70)] if HAS_GPU else [(3, 37, 5)]:
+        bits = width - less * (steps - 1).bit_length()
+        a = spread((2, rows, steps), -60, bits // 2, random)
+        b = spread((2, steps, columns), -60, bits - bits // 2, random)
+        a[1, 0], b[1, :, 0] = a.abs().max(), b.abs().max()
+        a[1, 1] = a[1, 0]
+        a[1, 1, steps // 2 :] *= -1
+        a[1, 2, : steps // 2], b[1, : steps // 2] = -a[1, 2, -(steps // 2) :], b[1, -(steps // 2) :]
+        assert assert_exact_parts(a, b) == levels
+
+
+@pytest.mark.parametrize("name", ["posit8_2", "e5m2", "bfloat16", "fixed2.14"])
+def test_exact_sums_of_formats_in_parts(name, monkeypatch):
+    share(monkeypatch, 4)
+    torch.manual_seed(2)
+    format = formats.get(name)
+    a, b = format.round(torch.randn(1, 6, 53)), format.round(torch.randn(1, 53, 9))
+    a[0, 0], b[0, 1:, 0], b[0, 0, 0] = a[0, 0, 0], -1.0 / 64, 52.0 / 64
+    assert assert_exact_parts(a, b) is not None
+
+
+#: Formats, length of chunks, multiplication
+CHUNKS = [
+    (("e5m2", "bfloat16"), 1, None),
+    ((None, "fixed4.6"), 3, None),
+    (("float8_e4m3fnuz", None), 8, 1 << 19),
+    (("posit8_2", "posit16_1"), 18, 0),
+    (("bfloat16", "e4m3"), 36, None),
+    (("tf32", "e5m10"), 37, None),
+]
+
+
+@pytest.mark.parametrize(("pair", "chunk", "offset"), CHUNKS, ids=str)
+def test_chunks_side_by_side_equal_the_definition(pair, chunk, offset, monkeypatch):
+    p = GemmParams(prepared(pair[0]), prepared(pair[1]), 0, CHUNKED, chunk, offset)
+    a, b = operands(3, 37, 5, seed=chunk)
+    wanted = torch.empty(2, 3, 5)
+    gemm_reference.gemm(p, a, b, wanted)
+    for each, sums in ((12, 1 << 26), (1, 1)) if chunk == 3 else ((9, 1 << 26),):  # or: no room for sums
+        share(monkeypatch, each)
+        monkeypatch.setattr(gemm_cuda, "SUMS", sums)
+        found = torch.empty(2, 3, 5, device=DEVICE)
+        gemm_cuda.gemm(p, a.to(DEVICE), b.to(DEVICE), found)
+        assert_same(found, wanted)
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(6, 50176, 25), (16, 6400, 150), (120, 64, 400), (1, 50176, 6)], ids=str)
+def test_gradients_of_weights(shape):
+    """Small results, long sums."""
+    torch.manual_seed(3)
+    rows, steps, columns = shape
+    for name in ("fixed2.14", "e5m2", "bfloat16"):
+        format = formats.get(name)
+        a, b = format.round(torch.randn(steps, rows)).t(), format.round(torch.randn(steps, columns))
+        there, other = a.to(DEVICE), b.to(DEVICE)
+        for how in (
+            Arithmetic(sum="posit16_1", order="exact"),
+            Arithmetic("e5m2", "e5m10", "chunked/64"),
+            Arithmetic(None, "posit8_2", "chunked/1000", "mogami/0.0625"),
+        ):
+            assert_same(simulate.matmul(there, other, how), simulate.matmul(a, b, how))
+
+
+@pytest.mark.parametrize("few", [0, 32])
+def test_extents_are_those_of_the_cpu(few, monkeypatch):
+    monkeypatch.setattr(gemm_cuda, "FEW_SCANS", few)
     a, b = operands(7, 300, 5)
     for x, y in ((a, b), (a.nan_to_num(1.0, 2.0, 3.0), torch.zeros(1)), (torch.full((1,), 1e-45), -b * 0.0)):
         found = gemm_cuda._extents(x.to(DEVICE), y.to(DEVICE))

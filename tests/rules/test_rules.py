@@ -139,7 +139,9 @@ def test_examples_in_docstrings_run(name):
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/codecs.md", "docs/collectives.md", "docs/ddp.md", "docs/simulate.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/codecs.md", "docs/collectives.md", "docs/ddp.md", "docs/simulate.md"]
+)
 def test_python_in_the_docs_runs(name):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
     assert blocks

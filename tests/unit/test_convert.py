@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire import FormatError, InputError
+from thinwire import FormatError, InputError, formats
 from thinwire.simulate import Arithmetic, Counters, Precision, Quantizer, Stages, layers, recipes
 from thinwire.simulate.conversion import Recipe, Rule, convert, describe
 
@@ -269,7 +269,7 @@ def test_recipes_are_what_papers_say():
     assert recipes.get("positnn/G10+quire").stages.backward_arithmetic == Arithmetic(order="exact")
     quire = recipes.get("positnn/8+quire").stages
     assert quire.backward_arithmetic == Arithmetic(sum="posit8_2", order="exact")
-    assert recipes.get("positnn/8").stages.arithmetic == Arithmetic("posit8_2", "posit8_2")
+    assert recipes.get("positnn/8").stages.arithmetic == Arithmetic("posit8_2", "posit8_2", "chunked/512")
     assert str(recipes.get("positnn/8+quire+underflow").stages) == "posit8_2_underflow"
     forward = recipes.get("mogami/forward/0.0625").stages
     assert forward.arithmetic.multiply == "mogami/0.0625"
@@ -301,6 +301,7 @@ def test_a_warm_up_goes_from_float32_to_lu():
         ("positnn/40", "Posit needs n 2..16"),
         ("mellempundi", "near: mellempudi"),
         (3, "not int"),
+        (formats.get("e4m3"), "not Float; use Stages.uniform of it"),
     ],
 )
 def test_unknown_recipes_name_near_ones(spec, words):

@@ -159,6 +159,7 @@ def test_arithmetic_is_data():
         ({"rounding": "odd"}, "unknown rounding 'odd'; use one of: nearest"),
         ({"product": "e9m9"}, "Float needs exp 1..8"),
         ({"product": "float7"}, "no format is called 'float7'"),
+        ({"sum": "e5m10~sr"}, "use sum='e5m10', and rounding='stochastic'"),
         ({"sum": "e5m2", "order": "fp32"}, "sums in float32; leave out sum"),
         ({"product": "e5m2", "order": "exact"}, "rounds once"),
         ({"multiply": "mogami", "order": "exact"}, "rounds once"),
@@ -185,6 +186,8 @@ def test_inputs_that_cannot_be_multiplied_say_why():
             simulate.matmul(a, b, how)
     with pytest.raises(InputError, match="out must be"):
         simulate.matmul(x, x.t(), how, out=torch.empty(3, 3))
+    with pytest.raises(InputError, match="matmul takes Arithmetic"):
+        simulate.matmul(x, x.t(), "e5m10")
     with pytest.raises(FormatError, match="stochastic rounding needs rng=Stream"):
         simulate.matmul(x, x.t(), Arithmetic("e5m2", rounding="stochastic"))
     with pytest.raises(FormatError, match="rng is for"):

@@ -129,6 +129,32 @@ def test_transposed_operands_batches_and_threads(monkeypatch):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_threads_share_the_steps_of_small_results(levels, monkeypatch):
+    """The greatest sums there are, sums that cancel across parts, a last part that is shorter."""
+    monkeypatch.setattr(gemm_cpu, "THREAD_STEPS", 1)
+    monkeypatch.setattr(gemm_cpu, "LONG", 5)
+    random = torch.Generator().manual_seed(levels)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for steps in (10, 47, 1001):
+            width = (0, 53, 105, 157)[levels] - levels * (steps - 1).bit_length()
+            a, b = (
+                spread((5, 3, steps), -60, width // 2, random),
+                spread((5, steps, 25), -60, -(-width // 2), random),
+            )
+            a[1, 0], b[1, :, 0] = a.abs().max(), b.abs().max()
+            a[1, 1] = a[1, 0]
+            a[1, 1, steps // 2 :] *= -1
+            assert len(gemm_cpu._parts(torch.empty(5, 3, 25), steps)) == min(3, steps // 5)
+            assert assert_same(a, b) == levels
+        for rows in (12, 100):
+            assert len(gemm_cpu._parts(torch.empty(1, rows, 25), 1001)) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("width", [20, 50, 70])
 def test_sums_equal_those_of_fractions(width):
     """Every level, against exact arithmetic; to odd is checked by the neighbours of the sum."""

@@ -12,7 +12,7 @@ from thinwire.policy import Policy, Rule
 from thinwire.runtimes import local
 from thinwire.schedules import SCHEDULES, get
 from thinwire.schedules.choose import choose
-from thinwire.simulate import Nodes
+from thinwire.simulate import Nodes, convert
 
 WORLD = 6
 SPECS = (
@@ -228,10 +228,22 @@ def test_bad_calls_say_what_would_work():
         nodes.backward(loss, *batch())
     with pytest.raises(InputError, match="at least one node, not 0"):
         Nodes(model, 0)
+    with pytest.raises(InputError, match=r"call loss.backward\(\) before take\(\)"):
+        nodes.take()
     for _ in range(WORLD - 1):
+        loss(model, *batch()).backward()
         nodes.take()
     with pytest.raises(InputError, match="all 6 nodes have given"):
         nodes.take()
+    with pytest.raises(InputError, match="and a number of nodes, not int and Sequential"):
+        Nodes(6, model)
+    x, y = batch()
+    with pytest.raises(InputError, match="give as many of each"):
+        Nodes(model, WORLD).backward(loss, x, y[:WORLD])
+    with pytest.raises(InputError, match="1 or more, not 0"):
+        Nodes(model, WORLD).backward(loss, x, y, together=0)
+    with pytest.raises(InputError, match=r"0 computes in other numbers, .* use together=1"):
+        Nodes(convert(model, "e4m3", tell=None), WORLD).backward(loss, x, y, together=2)
 
 
 def test_one_node_sends_nothing():
@@ -248,3 +260,79 @@ def test_every_schedule_is_said_to_gather_or_not():
 
 def test_recipes_are_policies():
     assert Nodes(net(), 4, policy.get("int8")).routes["0.bias"] == ("fp32", "two_shot")
+
+
+def test_what_is_owed_goes_along_to_another_route():
+    """As DDP's hook does: nothing that the first codec lost is lost for good."""
+    changing = Policy("changing", (Rule("int2+ef", "one_shot", last_step=0), Rule("int8", "one_shot")))
+    model, other = net(), net()
+    nodes, again = Nodes(model, WORLD, changing), Nodes(other, WORLD, changing)
+    nodes.backward(loss, *batch())
+    owed = {name: 0.0 for name, _ in model.named_parameters()}
+    for channel in nodes.channels["int2+ef"]:
+        for name in owed:
+            owed[name] += sum(each for each in channel.owed(name).values()) / WORLD
+    again.load_state_dict(nodes.state_dict())
+    for each in (nodes, again):
+        each.backward(loss, *batch(seed=1))
+    for (name, parameter), same in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)
+        parts = [
+            gradients(net(), *(each[4 * node : 4 * node + 4] for each in batch(seed=1)))
+            for node in range(WORLD)
+        ]
+        place = [each for each, _ in model.named_parameters()].index(name)
+        plain = sum(part[place] for part in parts) / WORLD
+        assert torch.allclose(parameter.grad, plain + owed[name].view_as(plain), atol=2e-3)
+        assert (parameter.grad - plain).abs().max() > 0.01
+    assert not any(channel.owed(name) for channel in nodes.channels["int2+ef"] for name in owed)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(30, 5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls.item())
+        return self.fc(x)
+
+
+def test_every_node_begins_with_the_same_buffers():
+    model = Counting()
+    nodes = Nodes(model, WORLD)
+    for _ in range(2):
+        nodes.backward(loss, *batch())
+    assert model.seen == [1.0] * WORLD + [2.0] * WORLD
+    assert model.calls == 2
+
+
+@pytest.mark.parametrize("schedule", ["native", "two_shot"])
+def test_short_gradients_are_summed_in_float32(schedule):
+    model = nn.Linear(30, 5).bfloat16()
+    x, y = batch()
+    nodes = Nodes(model, WORLD, "fp32", schedule)
+    found = [gradients(model, x[node::WORLD].bfloat16(), y[node::WORLD]) for node in range(WORLD)]
+    for each in found:
+        model.weight.grad, model.bias.grad = (part.clone() for part in each)
+        nodes.take()
+    nodes.reduce()
+    rows = [part[0].clone() for part in found]
+    local.all_reduce(rows, "fp32", "avg", schedule)
+    assert torch.equal(model.weight.grad, rows[0])
+
+
+def test_one_node_is_never_computed_together():
+    model = convert(net(), "e5m2", tell=None)
+    Nodes(model, 1).backward(loss, *batch(), together=8)
+    assert model[0].weight.grad is not None
+
+
+def test_policies_that_nodes_cannot_follow_are_refused():
+    with pytest.raises(InputError, match="replicas drift apart"):
+        Nodes(net(), 2, policy.get("noop"))
+    with pytest.raises(InputError, match="nodes do not climb the ladder of policy 'ladder'"):
+        Nodes(net(), 2, Policy("ladder", (Rule("ladder"),), policy.Ladder(("int4", "int8"))))

@@ -126,6 +126,11 @@ def test_the_command_lists_runs_and_repeats(tmp_path):
     found = json.loads(done.stdout)
     assert [row["arm"] for row in found["tables"][0]["rows"]] == ["fp32"]
     assert found["claims"][0]["verdict"] == "not run"
+    assert found["device"] == "cpu"
+    (tmp_path / "file").touch()
+    done = runner.invoke(app, ["simulate", "mogami", *how, "--save", str(tmp_path / "file")])
+    assert isinstance(done.exception, InputError)
+    assert "the runs are kept in" in str(done.exception)
 
 
 def test_bad_names_are_named():
@@ -136,6 +141,8 @@ def test_bad_names_are_named():
     assert "has no arm 'e9m9'; there are: e3m0, APS" in str(done.exception)
     done = runner.invoke(app, ["simulate", "aps", "--table", "mnist 3"])
     assert "no table of aps has 'mnist 3' in its title" in str(done.exception)
+    done = runner.invoke(app, ["simulate", "aps", "--quick", "--device", "gpu"])
+    assert "there is no device 'gpu'; use cpu or cuda" in str(done.exception)
 
 
 def test_several_processes_give_what_one_gives(tmp_path):
@@ -143,3 +150,13 @@ def test_several_processes_give_what_one_gives(tmp_path):
     with Store(tmp_path / "a.sqlite") as one, Store(tmp_path / "b.sqlite") as two:
         alone, shared = run.run(trials, one), run.run(trials, two, jobs=2)
     assert [each.accuracy for each in alone] == [each.accuracy for each in shared]
+
+
+@pytest.mark.parametrize("kind", ["same", "overlap", "lower"])
+def test_without_a_base_of_equal_seeds_nothing_is_said(kind):
+    paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", kind, ("a",), 1),))
+    apart = [each for each in records(fp32=BASE, a=LOW) if (each.trial.codec == "a") == (each.trial.seed > 0)]
+    for given in (records(a=LOW), apart):
+        found = judge.result(paper, [TABLE], given, "cpu")
+        assert [each["verdict"] for each in found["claims"]] == ["not run"]
+        assert judge.cells(found["tables"][0])[-1][0] == "a"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from thinwire import FormatError, Stream, formats
-from thinwire.simulate import Counters, Quantizer
+from thinwire.simulate import Counters, Precision, Quantizer
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * 3
 G = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -77,3 +77,5 @@ def test_unknown_names_are_errors():
         Quantizer("e4m3", rounding="sideways")
     with pytest.raises(FormatError, match="no format is called 'e4n3'"):
         Quantizer("e4n3")
+    with pytest.raises(FormatError, match=r"Precision.of\('e4m3~sr'\) takes a spec"):
+        Precision("e4m3~sr")

@@ -313,3 +313,18 @@ def test_a_ladder_says_what_is_wrong():
         climb.look({name: torch.ones(1)}, 0)
     with pytest.raises(InputError, match="no layer has had a gradient in every epoch"):
         climb.look({"c": torch.ones(1)}, 0)
+
+
+@pytest.mark.parametrize("name", ["0", "a[0]", "a*"])
+def test_layers_are_found_by_name_whatever_it_is(name):
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(4, 8))
+    model.add_module("ab", nn.Linear(8, 2))
+    convert(model, recipe(promote(demote(model, torch.zeros(1, 4), 1.0), ["ab"])), tell=None)
+    assert [each.stages for each in describe(model)] == [LOW, HIGH]
+
+
+def test_compiled_models_have_the_names_of_plain_ones():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    compiled = torch.compile(model, backend="eager")
+    assert demote(compiled, torch.zeros(1, 4), 0.5) == demote(model, torch.zeros(1, 4), 0.5)

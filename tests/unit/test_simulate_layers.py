@@ -506,3 +506,22 @@ def test_what_follows_a_layer_may_change_its_result_in_place(layer):
     simulate.convert(net, "bf16", tell=None)
     net(x).sum().backward()
     assert torch.equal(net[:2](x), net[0](x).relu())
+
+
+@pytest.mark.parametrize("how", [None, Arithmetic(order="exact"), Arithmetic(sum="bfloat16")])
+def test_batches_of_nothing_pass_through_convolutions(how):
+    x, weight = torch.randn(0, 4, 9, requires_grad=True), torch.randn(6, 2, 3, requires_grad=True)
+    y = functional.conv1d(x, weight, None, 2, 1, 1, 2, site=Site(Stages(arithmetic=how)))
+    y.sum().backward()
+    assert y.shape == (0, 6, 5)
+    assert x.grad.shape == x.shape
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("logits", "target"),
+    [((4, 3), (1,)), ((1, 3), (4,)), ((2, 3, 4), (4, 2)), ((4, 3), (4, 1)), ((3,), (1,))],
+)
+def test_a_target_of_another_shape_is_refused(logits, target):
+    with pytest.raises(InputError, match=r"logits .* need a target of shape"):
+        functional.cross_entropy(torch.zeros(logits), torch.zeros(target, dtype=torch.int64))

@@ -280,6 +280,8 @@ def test_mistakes_are_named():
     parameter = nn.Parameter(torch.ones(3))
     with pytest.raises(InputError, match="unknown update 'khan'; use one of: round, kahan"):
         SGD([parameter], 0.1, update="khan")
+    with pytest.raises(InputError, match=r"SGD has no argument keeps; it has: lr, .*, keep, state, update"):
+        SGD([parameter], 0.1, keeps="float16")
     with pytest.raises(FormatError, match="bfloat16~sr without '~sr'"):
         SGD([parameter], 0.1, keep="bfloat16~sr", update="kahan")
     with pytest.raises(InputError, match="nesterov needs momentum"):
@@ -368,3 +370,12 @@ def test_a_saved_scale_goes_on():
         LossScale(0)
     with pytest.raises(InputError, match="backoff <= 1"):
         LossScale(backoff=2)
+
+
+def test_a_loss_scale_loaded_with_a_shorter_interval_still_grows():
+    saved, scaling = LossScale("dynamic", init=8.0, interval=10), LossScale("dynamic", init=8.0, interval=2)
+    for _ in range(5):
+        saved.update(True)
+    scaling.load_state_dict(saved.state_dict())
+    scaling.update(True)
+    assert scaling.scale == 16

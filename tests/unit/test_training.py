@@ -137,6 +137,20 @@ def test_bad_arguments_say_what_would_work():
         simulate.train(model, data, nodes=8, batch=8)
     with pytest.raises(InputError, match="train has no argument epochs; a plan has: steps"):
         simulate.train(model, data, epochs=3)
+    with pytest.raises(InputError, match=r"no argument node; did you mean nodes\? A plan has: steps"):
+        simulate.train(model, data, node=3)
+    with pytest.raises(InputError, match="steps must be 1 or more, not 0"):
+        simulate.train(model, data, steps=0)
+    with pytest.raises(InputError, match=r"train takes a torch.nn.Module, not str"):
+        simulate.train("bf16", data)
+    with pytest.raises(InputError, match="optimizer is a function that makes one"):
+        simulate.train(model, data, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(InputError, match=r"a pair \(x, y\) of tensors, not Tensor"):
+        simulate.train(model, data[0])
+    with pytest.raises(InputError, match="x has 30 samples and y 7"):
+        simulate.train(model, (data[0], data[1][:7]))
+    with pytest.raises(InputError, match="there is no device 'gpu'; use cpu or cuda"):
+        simulate.train(model, data, device="gpu")
     with pytest.raises(InputError, match="give a plan, or lr, not both"):
         simulate.train(model, data, plan=Plan(), lr=0.1)
     with pytest.raises(InputError, match="pure is 'gradients' or 'activations'"):
@@ -147,3 +161,50 @@ def test_bad_arguments_say_what_would_work():
         simulate.round_trip(torch.ones(3), "onebit/64+ef")
     with pytest.raises(InputError, match="fewer than two"):
         through.attach(nn.Linear(2, 2), "tree8")
+
+
+def test_a_run_that_fails_leaves_no_hooks():
+    model = net()
+    with pytest.raises(ZeroDivisionError):
+        simulate.train(
+            model, points(), pure="activations", wire="tree8", batch=4, together=4, each_step=lambda *_: 1 / 0
+        )
+    assert not any(each._forward_pre_hooks for each in model.modules())
+
+
+def test_layers_that_are_called_by_name_are_reached():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.attention = nn.MultiheadAttention(8, 2)
+
+        def forward(self, x):
+            x = self.last(input=self.first(x))
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model, x = Named(), torch.randn(3, 8)
+    plain = model(x)
+    pipe = through.attach(model, "tree8")
+    assert pipe.layers == ["last"]
+    assert not torch.equal(model(x), plain)
+    assert pipe.calls == 1
+    pipe.remove()
+    assert torch.equal(model(x), plain)
+
+
+def test_evaluation_leaves_modes_as_they_were():
+    model = net()
+    model[2].eval()
+    simulate.training.evaluate(model, simulate.training._images(points()))
+    assert [each.training for each in model] == [True, True, False, True, True]
+
+
+def test_given_tests_and_scales_are_used():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with torch.no_grad():
+        model[1].bias[3] = 1e6
+    blank = torch.zeros(5, 1, 8, 8), torch.full((5,), 3)
+    assert simulate.train(model, "digits", tests=blank, steps=1, lr=0.0).accuracy == 1
+    with pytest.raises(InputError, match="a loss scale must be above 0"):
+        simulate.train(model, "digits", loss_scale=0.0, steps=1)

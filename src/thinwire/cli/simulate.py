@@ -35,12 +35,14 @@ def simulate(  # noqa: PLR0913
     as_json: Json = False,
 ) -> None:
     """Put published claims about low precision to the test, on one device."""
+    from thinwire.simulate.training import usable
     from thinwire.study import papers
     from thinwire.study.papers import judge
 
     if name is None:
         _list(as_json)
         return
+    usable(device)
     paper = papers.get(name)
     tables = [
         each
@@ -52,20 +54,28 @@ def simulate(  # noqa: PLR0913
         raise InputError(f"no table of {name} has '{table}' in its title; there are: {titles}")
     trials = _trials(paper, tables, arms, seeds, seed)
     records = _records(tables, trials, store, device, jobs, fresh)
-    found = judge.result(paper, tables, records, device)
+    used = sorted({str(each.environment["device"]) for each in records})  # some may be kept from before
+    found = judge.result(paper, tables, records, " and ".join(used))
     found["commit"] = commit or found["commit"]
-    if save:
-        from thinwire.bench import machine
-
-        typer.echo(f"saved {machine.save(found, save, f'simulate-{name}')}", err=True)
-    if page:
-        from thinwire.report import papers as report
-
-        typer.echo(f"the page is {report.save([found], page, records)}", err=True)
+    try:
+        _write(found, records, save, page)
+    except OSError as error:
+        raise InputError(f"cannot write: {error}; the runs are kept in {store}") from None
     if as_json:
         print_json(found)
     else:
         print_result(found)
+
+
+def _write(found: dict[str, Any], records: "list[Record]", save: Path | None, page: Path | None) -> None:
+    if save:
+        from thinwire.bench import machine
+
+        typer.echo(f"saved {machine.save(found, save, 'simulate-' + found['paper'])}", err=True)
+    if page:
+        from thinwire.report import papers as report
+
+        typer.echo(f"the page is {report.save([found], page, records)}", err=True)
 
 
 def _records(
@@ -107,7 +117,8 @@ def print_result(found: dict[str, Any]) -> None:
 
     typer.echo(f"{found['question']}\n{found['source']}")
     for part in found["tables"]:
-        title = f"{part['title']}, {len(part['seeds'])} seeds"
+        count = len(part["seeds"])
+        title = f"{part['title']}, {count} seed{'' if count == 1 else 's'}"
         print_table(title, judge.HEADER, judge.cells(part), right=tuple(range(1, len(judge.HEADER))))
     if found["claims"]:
         print_table("claims", judge.CLAIMS, judge.claims(found))

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from thinwire.kernels.reference import Key
 THREAD_STEPS = 1 << 20  # a thread is worth waking for this many multiplications
 _TABLES: WeakKeyDictionary[StepsParams, tuple[Any, ...]] = WeakKeyDictionary()  # as long as the format lives
 FEW_ROWS = 16  # from here on it pays to copy B with more columns
+FEW_GROUPS = 8  # groups of rows for each thread that divide the work well enough
+LONG = 1024  # steps that are worth a part of their own
 ONE = 0x3F800000
 
 
@@ -56,11 +59,40 @@ def exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
     biases = tuple(map(gemm_quire.bias, window.units[: window.levels - 1])) or None
     arrays = a.numpy(), b.numpy(), out.numpy()
     loop: Any = gemm_quire_loops.exact
-    _run([partial(loop, *arrays, span, odd, biases) for span in _spans(out, a.shape[-1])])
+    parts = _parts(out, a.shape[-1])
+    if len(parts) == 1:
+        none = np.empty((0, 0, 0, 0))
+        _run([partial(loop, *arrays, none, span, odd, biases) for span in _spans(out, a.shape[-1])])
+        return
+    sums = np.empty((len(parts), window.levels, *out.shape))
+    calls = zip(parts, sums, strict=True)
+    _run([partial(_part, part, *arrays, each, odd, biases) for part, each in calls])
+    gemm_quire_loops.finish(sums.reshape(*sums.shape[:2], -1), out.view(-1).numpy(), odd, biases)
+
+
+def _part(steps: slice, a: Any, b: Any, out: Any, sums: Any, odd: bool, biases: Any) -> None:
+    """Sums of some of the steps. NumPy copies them, as torch would wake its own threads."""
+    span = 0, out.shape[0] * -(-out.shape[1] // 4), 0, out.shape[2]
+    a, b = np.ascontiguousarray(a[..., steps]), np.ascontiguousarray(b[:, steps])
+    gemm_quire_loops.exact(a, b, out, sums, span, odd, biases)
 
 
 def _extent(x: Tensor) -> gemm_quire.Extent:
     return gemm_quire.Extent(*gemm_quire_loops.extent(x.view(-1).numpy()))
+
+
+def _parts(out: Tensor, steps: int) -> list[slice]:
+    """Steps for each thread, if there are many and groups of rows do not divide well: or else all."""
+    count = min(_threads(out, steps), steps // LONG)
+    groups = out.shape[0] * -(-out.shape[1] // 4)
+    if count <= 1 or groups % count == 0 or groups >= FEW_GROUPS * count:
+        return [slice(0, steps)]
+    step = -(-steps // count)
+    return [slice(i, i + step) for i in range(0, steps, step)]
+
+
+def _threads(out: Tensor, steps: int) -> int:
+    return max(1, min(torch.get_num_threads(), out.numel() * steps // THREAD_STEPS))
 
 
 def _run(calls: list[partial[None]]) -> None:
@@ -74,7 +106,7 @@ def _spans(out: Tensor, steps: int) -> list[tuple[int, int, int, int]]:
     """A part of the result for each thread: groups of four rows, or columns where there are few rows."""
     batch, rows, columns = out.shape
     groups = batch * (-(-rows // 4))
-    count = max(1, min(torch.get_num_threads(), batch * rows * columns * steps // THREAD_STEPS))
+    count = _threads(out, steps)
     if groups >= count:
         step = -(-groups // count)
         return [(i, min(i + step, groups), 0, columns) for i in range(0, groups, step)]

@@ -1,5 +1,11 @@
-"""Matrix products on a CUDA GPU, by Triton programs; formats without a quick way are done step by step."""
+"""Matrix products on a CUDA GPU, by Triton programs; formats without a quick way are done step by step.
 
+A program computes a tile of the result. Where tiles do not keep the device busy, as in the gradients of
+weights, which are small sums over many rows, several programs share the steps of a tile, if the order of
+the sum allows it: exact sums and sums in chunks do. A second program then adds up the parts.
+"""
+
+import functools
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -7,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import gemm_exact, gemm_programs, gemm_quire, gemm_reference
+from thinwire.kernels import gemm_exact, gemm_programs, gemm_quire, gemm_quire_programs, gemm_reference
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams, Quick
 from thinwire.kernels.params import StepsParams
 from thinwire.kernels.reference import Key
@@ -15,7 +21,13 @@ from thinwire.kernels.reference import Key
 ROWS, COLUMNS, UNROLL = 32, 64, 4  # a program's tile; fastest of those tried on an H200
 PAIR_ROWS, PAIR_COLUMNS, LEAVES = 32, 32, 16
 QUIRE_ROWS, QUIRE_COLUMNS = 32, 32
+FEW_ROWS = 8  # up to here parts of exact sums have tiles of so many rows
 SCAN, SCANS = 2048, 1024  # numbers a program looks at in one go; programs at most
+FEW_SCANS = 32  # programs whose findings the host compares
+WAVES = 4  # programs for each multiprocessor where steps are shared
+LONG, SHARE = 256, 64  # steps from which on they are shared; steps of a program at least
+SUMS = 1 << 26  # float32 sums of chunks at most that wait to be added up
+END_BLOCK, END_UNROLL = 64, 16  # such sums: results of a program, steps in one go
 BATCH = 65535  # matrices at most in a launch
 _Tables: TypeAlias = dict[torch.device, tuple[Tensor, Tensor]]
 _TABLES: WeakKeyDictionary[StepsParams, _Tables] = WeakKeyDictionary()  # as long as the format lives
@@ -56,23 +68,54 @@ def _exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
         _quire(window, across[part], b[part], out[part], odd=odd)
 
 
-def _extents(*operands: Tensor) -> list[gemm_quire.Extent]:
-    found = torch.full((len(operands), 4), -gemm_quire.NO_FIELD, dtype=torch.int32, device=operands[0].device)
-    program: Any = gemm_programs.extent_kernel
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    for x, place in zip(operands, found, strict=True):
-        grid = (min(SCANS, -(-x.numel() // SCAN)),)
-        program[grid](x, place, x.numel(), NOTHING=gemm_quire.NO_FIELD, BLOCK=SCAN, **options)
-    return [gemm_quire.Extent(-each[0], each[1]) for each in found.tolist()]
+def _extents(a: Tensor, b: Tensor) -> list[gemm_quire.Extent]:
+    """Of both operands in one launch; another where so many programs are at work that it pays."""
+    programs = min(SCANS, -(-max(a.numel(), b.numel()) // SCAN))
+    found = torch.empty((2, programs, 2), dtype=torch.int32, device=a.device)
+    program: Any = gemm_quire_programs.extent_kernel
+    options = {"NOTHING": gemm_quire.NO_FIELD, "BLOCK": SCAN, "num_warps": 8, "enable_fp_fusion": False}
+    program[programs, 2](a, b, found, a.numel(), b.numel(), **options)
+    if programs > FEW_SCANS:
+        found = found.amax(1, keepdim=True)
+    each = [zip(*rows, strict=True) for rows in found.tolist()]  # the host waits here
+    return [gemm_quire.Extent(-max(lowest), max(highest)) for lowest, highest in each]
+
+
+def parts(tiles: int, steps: int, processors: int) -> int:
+    """How many programs share the steps of a tile: one if tiles keep the device busy or steps are few."""
+    if tiles >= processors or steps < LONG:
+        return 1
+    return max(1, min(WAVES * processors // tiles, steps // SHARE))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _quire(window: gemm_quire.Window, across: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
     batch, rows, columns = out.shape
+    steps = across.shape[-2]
     tile = {"BM": QUIRE_ROWS, "BN": QUIRE_COLUMNS, "UNROLL": UNROLL, "num_warps": 4}
-    grid = (-(-rows // QUIRE_ROWS) * -(-columns // QUIRE_COLUMNS), batch)
+    tiles = -(-rows // QUIRE_ROWS) * -(-columns // QUIRE_COLUMNS)
     shape = {"LEVELS": window.levels, "ODD": odd, "enable_fp_fusion": True}  # products are exact
-    program: Any = gemm_programs.quire_kernel
-    program[grid](across, b, out, rows, columns, across.shape[-2], *window.units, **shape, **tile)
+    program: Any = gemm_quire_programs.quire_kernel
+    count = parts(tiles * batch, steps, _processors(out.device))
+    if count == 1:
+        scalars = (rows, columns, steps, steps, *window.units)
+        program[tiles, batch](across, b, out, *scalars, PARTS=False, **shape, **tile)
+        return
+    span = -(-steps // (count * UNROLL)) * UNROLL
+    count = -(-steps // span)
+    tile["BM"] = FEW_ROWS if rows <= FEW_ROWS else QUIRE_ROWS
+    sums = torch.empty(count * window.levels * out.numel(), dtype=torch.float64, device=out.device)
+    scalars = (rows, columns, steps, span, *window.units)
+    program[tiles, batch, count](across, b, sums, *scalars, PARTS=True, **shape | {"ODD": False}, **tile)
+    block, deep = (16, 64) if count > 8 else (128, 8)
+    end: Any = gemm_quire_programs.parts_kernel
+    end[(-(-out.numel() // block),)](
+        sums, out, out.numel(), count, *window.units, BLOCK=block, DEEP=deep, num_warps=4, **shape
+    )
 
 
 def _run(p: GemmParams, quick: tuple[Quick, Quick], a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -109,9 +152,23 @@ def _sequential(
     chunk = min(p.chunk, steps) if p.order == CHUNKED else steps
     tile = {"BM": ROWS, "BN": COLUMNS, "UNROLL": UNROLL, "num_warps": 8 if p.order == KAHAN else 4}
     tile |= {"KAHAN": p.order == KAHAN, "CHUNKED": p.order == CHUNKED}
-    grid = (-(-rows // ROWS) * -(-columns // COLUMNS), batch)
+    tiles = -(-rows // ROWS) * -(-columns // COLUMNS)
     program: Any = gemm_programs.gemm_kernel
-    program[grid](across, b, out, rows, columns, steps, chunk, *scalars, **shape, **tile)
+    chunks = -(-steps // chunk)
+    count = min(chunks, parts(tiles * batch, steps, _processors(out.device)))
+    if count == 1 or chunks * out.numel() > SUMS:
+        sizes = rows, columns, steps, chunk, steps
+        program[tiles, batch](across, b, out, *sizes, *scalars, PARTS=False, **shape, **tile)
+        return
+    span = -(-chunks // count) * chunk
+    sums = torch.empty(chunks * out.numel(), device=out.device)
+    sizes = rows, columns, steps, chunk, span
+    program[tiles, batch, -(-steps // span)](across, b, sums, *sizes, *scalars, PARTS=True, **shape, **tile)
+    end: Any = gemm_programs.chunks_kernel
+    ends = {"SWAY": shape["SWAY"], "BLOCK": END_BLOCK, "UNROLL": END_UNROLL, "num_warps": 2}
+    end[(-(-out.numel() // END_BLOCK),)](
+        sums, out, out.numel(), chunks, *scalars[-7:], enable_fp_fusion=False, **ends
+    )
 
 
 def _pairwise(

@@ -4,7 +4,7 @@ A program computes a tile of the result, with its sums in registers. `at` is A w
 exchanged, so that both operands are read along their rows. Ways to round, orders and multiplication are
 compile-time constants; their numbers are run-time scalars. Multiplications and additions must not be
 merged behind our back (`enable_fp_fusion=False` at launch): where that is exact it is written out.
-Exact sums are an exception, as their products are exact.
+Exact sums have programs of their own, `gemm_quire_programs`.
 """
 
 import triton
@@ -97,13 +97,17 @@ def _put(c, s, rm, rn, M, N):
     tl.store(c + at, bits.to(tl.float32, bitcast=True), mask=(rm[:, None] < M) & (rn[None, :] < N))
 
 
-@triton.jit(do_not_specialize=["K", "chunk", "offset", "p4", "s4"])
+@triton.jit(do_not_specialize=["K", "chunk", "span", "offset", "p4", "s4"])
 def gemm_kernel(
-    at, b, c, M, N, K, chunk, offset, p0, p1, p2, p3, p4, p5, p6, s0, s1, s2, s3, s4, s5, s6,
+    at, b, c, M, N, K, chunk, span, offset, p0, p1, p2, p3, p4, p5, p6, s0, s1, s2, s3, s4, s5, s6,
     PWAY: tl.constexpr, SWAY: tl.constexpr, MOGAMI: tl.constexpr, KAHAN: tl.constexpr, CHUNKED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sequential, in chunks, or with Kahan's compensation."""
+    """Sequential, in chunks, or with Kahan's compensation.
+
+    With PARTS a program has the chunks of `span` steps, and their sums go into `c`, [chunks, batch, M, N];
+    `chunks_kernel` adds them up.
+    """
     pp, ps = (p0, p1, p2, p3, p4, p5, p6), (s0, s1, s2, s3, s4, s5, s6)
     rm, rn = _tile(M, N, BM, BN)
     rows, columns = rm < M, rn < N
@@ -111,8 +115,14 @@ def gemm_kernel(
     pa, pb = at + batch * K * M + rm, b + batch * K * N + rn
     whole = tl.zeros([BM, BN], tl.float32)
     comp = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, K, chunk):
-        stop = tl.minimum(start + chunk, K)
+    first, last = 0, K
+    if PARTS:
+        first = tl.program_id(2) * span
+        last = first + tl.minimum(span, K - first)
+        pa += first.to(tl.int64) * M
+        pb += first.to(tl.int64) * N
+    for start in range(first, last, chunk):
+        stop = tl.minimum(start + chunk, last)
         unrolled = start + (stop - start) // UNROLL * UNROLL
         s = tl.zeros([BM, BN], tl.float32)
         for _ in range(start, unrolled, UNROLL):
@@ -132,11 +142,37 @@ def gemm_kernel(
                 s = _round(s + p, ps, SWAY)
             pa += M
             pb += N
-        if CHUNKED:
+        if PARTS:
+            place = (start // chunk).to(tl.int64) * tl.num_programs(1) + batch
+            _put(c + place * M * N, s, rm, rn, M, N)
+        elif CHUNKED:
             whole = _round(whole + s, ps, SWAY)
         else:  # there is one chunk
             whole = s
-    _put(c + batch * M * N, whole, rm, rn, M, N)
+    if not PARTS:
+        _put(c + batch * M * N, whole, rm, rn, M, N)
+
+
+@triton.jit(do_not_specialize=["n", "chunks", "s4"])
+def chunks_kernel(
+    sums, c, n, chunks, s0, s1, s2, s3, s4, s5, s6, SWAY: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Sums of chunks, [chunks, n], one after the other."""
+    ps = (s0, s1, s2, s3, s4, s5, s6)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = sums + i
+    whole = tl.zeros([BLOCK], tl.float32)
+    unrolled = chunks // UNROLL * UNROLL
+    for _ in range(0, unrolled, UNROLL):
+        for u in tl.static_range(UNROLL):
+            whole = _round(whole + tl.load(place + u * n, mask=i < n, other=0.0), ps, SWAY)
+        place += UNROLL * n
+    for _ in range(unrolled, chunks):
+        whole = _round(whole + tl.load(place, mask=i < n, other=0.0), ps, SWAY)
+        place += n
+    bits = tl.where(whole == whole, whole.to(tl.int32, bitcast=True), _NAN)
+    tl.store(c + i, bits.to(tl.float32, bitcast=True), mask=i < n)
 
 
 # Pairwise
@@ -260,104 +296,3 @@ def pairwise_kernel(
         if (blocks >> higher) & 1 == 1:
             s = _round(tl.load(mine + higher * (BM * BN)) + s, ps, SWAY)
     _put(c + batch * M * N, s, rm, rn, M, N)
-
-
-# Exact sums, see `gemm_quire`
-
-
-@triton.jit
-def extent_kernel(x, found, n, NOTHING: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest of -lowest and of highest (see `gemm_quire.Extent`) into `found`."""
-    lowest = tl.full([BLOCK], NOTHING, tl.int32)
-    highest = tl.full([BLOCK], 1, tl.int32)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    for start in range(first, n, tl.num_programs(0) * BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        b = tl.load(x + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        field = b >> 23
-        size = (b & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0)
-        place = ((size & -size).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        field = tl.maximum(field, 1)
-        lowest = tl.minimum(lowest, tl.where(size != 0, field + place, NOTHING))
-        highest = tl.maximum(highest, field)
-    tl.atomic_max(found, -tl.min(lowest, 0))
-    tl.atomic_max(found + 1, tl.max(highest, 0))
-
-
-@triton.jit
-def _bias(unit):
-    """1.5 * 2**(52 + unit)"""
-    return (((unit + 1075).to(tl.int64) << 52) | 0x8000000000000).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _take(s, p):
-    """An accumulator with what it takes, and the rest."""
-    t = s + p
-    return t, p - (t - s)
-
-
-@triton.jit
-def _odd(x, y):
-    """The sum rounded to odd; x is 0 or greater than y."""
-    s = x + y
-    e = y - (s - x)
-    b = s.to(tl.int64, bitcast=True)
-    b += tl.where((e != 0.0) & ((b & 1) == 0), tl.where((e > 0.0) == (s > 0.0), 1, -1), 0)
-    return b.to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _quire_step(pa, pb, rows, columns, s0, s1, s2, LEVELS: tl.constexpr):
-    x = tl.load(pa, mask=rows, other=0.0).to(tl.float64)[:, None]
-    y = tl.load(pb, mask=columns, other=0.0).to(tl.float64)[None, :]
-    p = x * y
-    if LEVELS > 2:
-        s2, p = _take(s2, p)
-    if LEVELS > 1:
-        s1, p = _take(s1, p)
-    return s0 + p, s1, s2
-
-
-@triton.jit(do_not_specialize=["K", "u1", "u2"])
-def quire_kernel(
-    at, b, c, M, N, K, u1, u2, LEVELS: tl.constexpr, ODD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    UNROLL: tl.constexpr,
-):  # fmt: skip
-    rm, rn = _tile(M, N, BM, BN)
-    rows, columns = rm < M, rn < N
-    batch = tl.program_id(1).to(tl.int64)
-    pa, pb = at + batch * K * M + rm, b + batch * K * N + rn
-    s0 = tl.zeros([BM, BN], tl.float64)
-    s1, s2 = s0, s0
-    if LEVELS > 1:
-        s1 += _bias(u1)
-    if LEVELS > 2:
-        s2 += _bias(u2)
-    unrolled = K // UNROLL * UNROLL
-    for _ in range(0, unrolled, UNROLL):
-        for u in tl.static_range(UNROLL):
-            s0, s1, s2 = _quire_step(pa + u * M, pb + u * N, rows, columns, s0, s1, s2, LEVELS)
-        pa += UNROLL * M
-        pb += UNROLL * N
-    for _ in range(unrolled, K):
-        s0, s1, s2 = _quire_step(pa, pb, rows, columns, s0, s1, s2, LEVELS)
-        pa += M
-        pb += N
-    z = s0
-    if LEVELS > 1:
-        carry = (s0 + _bias(u1)) - _bias(u1)
-        s0 -= carry
-        s1 = (s1 - _bias(u1)) + carry
-        if LEVELS > 2:
-            carry = (s1 + _bias(u2)) - _bias(u2)
-            z = _odd((s2 - _bias(u2)) + carry, _odd(s1 - carry, s0))
-        else:
-            z = _odd(s1, s0)
-    f = z.to(tl.float32)
-    if ODD:
-        bits, back = f.to(tl.int32, bitcast=True), f.to(tl.float64)
-        wrong = (back != z) & ((bits & 1) == 0)
-        bits += tl.where(wrong, tl.where(tl.abs(back) < tl.abs(z), 1, -1), 0)
-        f = bits.to(tl.float32, bitcast=True)
-    _put(c + batch * M * N, f, rm, rn, M, N)

@@ -39,6 +39,16 @@ is e's comparison. Otherwise |e| and |v| are at most 3/4 * 2**u2. If |t - s2| is
 If not, |t| >= |s2| - 3/4 * 2**u2 >= 2**(u2 - 2), so t is a multiple of 2**(u2 - 26), as is s2, and t - s2 has
 at most 26 bits: v compares to it as e does. Float32 numbers and their midpoints have at most 25 bits, so z
 and the exact sum are rounded to the same float32, to nearest even or to odd.
+
+Several programs or threads may share the K products of a sum: each has levels of its own, with the units of
+the whole. A level starts from its constant in every part, and that is subtracted before parts are added.
+(6) Parts are exact, as (1) to (3) hold for any number of products up to K. (7) All parts together, a level
+takes at most K numbers, one of each product. They are multiples of its unit and bounded one by one, as in (1)
+and (3), so that the sum of any of them is at most 2**(51 + u) in magnitude, and in s0 at most 2**53 * 2**low:
+it is a float64 number. So parts may be added in any order and grouping, from 0 or from the constant, and
+nothing is rounded. (8) Which multiples a level takes may depend on the parts (in the middle between two, t is
+even), but the levels add up to the exact sum and keep the bounds above. So the end is as it was, with the
+carries done once, and (5) is about the exact sum only: the result has the same bits, whatever the parts.
 """
 
 from dataclasses import dataclass

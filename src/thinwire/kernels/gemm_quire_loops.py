@@ -66,6 +66,11 @@ def _start(s: Any, m: Any, h: Any, n: Any, w: Any) -> None:
     raise NotImplementedError
 
 
+def _leave(to: Any, s: Any, j: Any, w: Any) -> None:
+    """Likewise: levels without their constants."""
+    raise NotImplementedError
+
+
 def _end(s: Any, j: Any, w: Any) -> Any:
     """Likewise: a float64 that rounds to float32 as the sum does."""
     raise NotImplementedError
@@ -119,6 +124,20 @@ def _fill(s: Any, n: Any, value: Any) -> None:
             strip[j] = value
 
 
+@overload(_leave, strict=False, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+def _choose_leave(to: Any, s: Any, j: Any, w: Any) -> Any:
+    def one(to: Any, s: Any, j: Any, w: Any) -> None:
+        to[0] = s[j]
+
+    def two(to: Any, s: Any, j: Any, w: Any) -> None:
+        to[0], to[1] = s[j], s[j + FOUR] - w[0]
+
+    def three(to: Any, s: Any, j: Any, w: Any) -> None:
+        to[0], to[1], to[2] = s[j], s[j + FOUR] - w[0], s[j + 2 * FOUR] - w[1]
+
+    return one if w == types.none else (one, two, three)[len(w)]
+
+
 @overload(_end, strict=False, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
 def _choose_end(s: Any, j: Any, w: Any) -> Any:
     def one(s: Any, j: Any, w: Any) -> Any:
@@ -159,8 +178,12 @@ def _single(z: Any, odd: Any) -> Any:
 
 
 @jit
-def exact(a: Any, b: Any, out: Any, span: Any, odd: Any, w: Any) -> None:
-    """Rows of B may be longer than those of the result: whole vectors of columns are faster than a few."""
+def exact(a: Any, b: Any, out: Any, parts: Any, span: Any, odd: Any, w: Any) -> None:
+    """Rows of B may be longer than those of the result: whole vectors of columns are faster than a few.
+
+    If A and B are a part of the steps, `parts` takes the sums, level by level, [levels, batch, rows,
+    columns]; otherwise it is empty.
+    """
     s = np.empty(3 * FOUR, D)
     l0, l1, l2, l3 = s[:STRIP], s[STRIP : 2 * STRIP], s[2 * STRIP : 3 * STRIP], s[3 * STRIP : FOUR]
     m, h = s[FOUR : 2 * FOUR], s[2 * FOUR :]
@@ -184,6 +207,22 @@ def exact(a: Any, b: Any, out: Any, span: Any, odd: Any, w: Any) -> None:
                     _step(l3, m3, h3, j, a3 * x, w)
             rows = (i0, i1, i2, i3)
             for r in range(4):
-                row = out[batch, rows[r], start : start + n]
-                for j in range(n):
-                    row[j] = _single(_end(s, r * STRIP + j, w), odd)
+                if parts.size:
+                    for j in range(n):
+                        _leave(parts[:, batch, rows[r], start + j], s, r * STRIP + j, w)
+                else:
+                    row = out[batch, rows[r], start : start + n]
+                    for j in range(n):
+                        row[j] = _single(_end(s, r * STRIP + j, w), odd)
+
+
+@jit
+def finish(parts: Any, out: Any, odd: Any, w: Any) -> None:
+    """Parts, [parts, levels, n], added up and rounded."""
+    s = np.empty(3 * FOUR, D)
+    for j in range(out.size):
+        _start(s, s[FOUR : 2 * FOUR], s[2 * FOUR :], 1, w)
+        for i in range(parts.shape[0]):
+            for level in range(parts.shape[1]):
+                s[level * FOUR] += parts[i, level, j]
+        out[j] = _single(_end(s, 0, w), odd)

@@ -9,6 +9,7 @@ return to high precision, for good.
     simulate.convert(model, recipe(low))
 """
 
+import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import InputError
 from thinwire.formats import Float
-from thinwire.simulate.conversion import ROOT, Recipe, Rule
+from thinwire.simulate.conversion import COMPILED, ROOT, Recipe, Rule
 from thinwire.simulate.counters import Counters
 from thinwire.simulate.precision import Precision
 from thinwire.simulate.stages import Stages
@@ -148,7 +149,7 @@ def recipe(
     assignment: Mapping[str, Stages], high: Stages = HIGH, name: str = "assigned", why: str = ""
 ) -> Recipe:
     """An assignment in the form that `convert` takes: one rule for each layer, `high` for the rest."""
-    rules = tuple(Rule(stages, name=layer, why=why) for layer, stages in assignment.items())
+    rules = tuple(Rule(stages, name=glob.escape(layer), why=why) for layer, stages in assignment.items())
     return Recipe(name, high, rules)
 
 
@@ -241,7 +242,7 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if head:
             inside.update(id(child) for child in module.modules() if child is not module)
         if id(module) not in inside and (head or next(module.children(), None) is None):
-            yield name or ROOT, module
+            yield ".".join(part for part in name.split(".") if part != COMPILED) or ROOT, module
 
 
 def _tensors(found: Any) -> list[Tensor]:

@@ -43,6 +43,7 @@ QUIET = (
     nn.ModuleDict, nn.Fold, nn.Unfold,
 )  # fmt: skip
 ROOT = "model"  #: the name of a layer that is the whole model
+COMPILED = "_orig_mod"  #: what torch.compile adds to names
 LOSS = "loss"  #: the name of a loss that is
 
 
@@ -75,6 +76,17 @@ def convert(
 
     Seed and counters that are not given stay what they are, at first 0 and none. Give each rank a seed of its
     own where rounding errors of several ranks should average out.
+
+    Weights are not rounded where they are stored: give the recipe's `optimizer` to `simulate.SGD`.
+
+    >>> from thinwire import simulate
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    >>> recipe = simulate.recipes.get("bf16~sr")
+    >>> net = simulate.convert(net, recipe)
+    recipe bf16~sr: Zamirai et al. 2020, arXiv 2010.06192
+    layer  kind    numbers
+    ...
+    >>> optimizer = simulate.SGD(net.parameters(), lr=0.1, keep=recipe.optimizer)
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
@@ -141,7 +153,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside.update(id(child) for child in module.modules() if child is not module)
         if id(module) in inside or not _makes_numbers(module):
             continue
-        parts = [part for part in path.split(".") if part != "_orig_mod"]  # torch.compile adds that
+        parts = [part for part in path.split(".") if part != COMPILED]
         if isinstance(model, nn.parallel.DistributedDataParallel):
             parts = parts[1:]
         yield ".".join(parts) or (LOSS if isinstance(module, nn.modules.loss._Loss) else ROOT), module

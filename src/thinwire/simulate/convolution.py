@@ -20,6 +20,7 @@ numbers of up to 11 significant bits. Longer ones, float32 above all, are multip
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -257,8 +258,8 @@ def _kernels(weight: Tensor, geometry: Geometry) -> Tensor:
 
 def _images(rows: Tensor, batch: int, places: tuple[int, ...]) -> Tensor:
     """[groups, batch * places, out] as [batch, groups * out, places ...]"""
-    split = rows.unflatten(1, (batch, -1)).permute(1, 0, 3, 2)  # [batch, groups, out, places]
-    return split.reshape(batch, -1, *places)
+    split = rows.unflatten(1, (batch, math.prod(places))).permute(1, 0, 3, 2)  # [batch, groups, out, places]
+    return split.reshape(batch, split.shape[1] * split.shape[2], *places)
 
 
 def _spread(geometry: Geometry, e: Tensor, kernel: tuple[int, ...], image: tuple[int, ...]) -> Tensor:

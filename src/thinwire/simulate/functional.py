@@ -243,6 +243,10 @@ def cross_entropy(
         raise InputError(f"unknown reduction '{reduction}'; use one of: {', '.join(REDUCTIONS)}")
     if target.is_floating_point():
         raise InputError("target must hold class numbers; probabilities of classes cannot be simulated")
+    expected = (*logits.shape[:1], *logits.shape[2:]) if logits.ndim > 1 else ()
+    if tuple(target.shape) != expected:
+        found = f"not {tuple(target.shape)}"
+        raise InputError(f"logits {tuple(logits.shape)} need a target of shape {expected}, {found}")
     flat = logits.movedim(1, -1).flatten(0, -2) if logits.ndim > 1 else logits[None]
     losses: Tensor = _CrossEntropy.apply(
         flat, target.reshape(-1), weight, (ignore_index, reduction, label_smoothing), site

@@ -70,6 +70,11 @@ class Arithmetic:
     def __post_init__(self) -> None:
         for name in ("product", "sum"):
             given = getattr(self, name)
+            if isinstance(given, str) and "~" in given:
+                raise FormatError(
+                    f"{name} is a format without options, not '{given}'; "
+                    f"use {name}='{given.partition('~')[0]}', and rounding='stochastic' for products and sums"
+                )
             object.__setattr__(self, name, None if given is None else formats.get(given))
         try:
             object.__setattr__(self, "rounding", Rounding(self.rounding))
@@ -121,6 +126,10 @@ def matmul(
     >>> matmul(ones, ones.t(), Arithmetic(sum="e5m10", order="kahan"))
     tensor([[5000.]])
     """
+    if not isinstance(arithmetic, Arithmetic):
+        raise InputError(
+            f"matmul takes Arithmetic(sum='e5m10'), for example, not {type(arithmetic).__name__}"
+        )
     key = _key(arithmetic, rng)
     shape = _shape(a, b)
     target = buffers.target(out, shape, torch.float32, a.device)

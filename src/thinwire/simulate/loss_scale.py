@@ -102,7 +102,7 @@ class LossScale:
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff
-        elif self.good == self.interval:
+        elif self.good >= self.interval:
             self.good = 0
             if self.scale * self.factor <= LARGEST:
                 self.scale *= self.factor

@@ -21,11 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from thinwire import codecs
 from thinwire.channel import Channel
 from thinwire.errors import InputError
-from thinwire.policy import Policy, Rule, Tensorlike, describe
+from thinwire.integrations.state import debt
+from thinwire.policy import LADDER, NOOP, Policy, Rule, Tensorlike, describe
 from thinwire.rounding import Stream
 from thinwire.runtimes import local
 from thinwire.runtimes.trace import trace
 from thinwire.schedules.choose import choose
+from thinwire.simulate.layers import Simulated
+from thinwire.simulate.quantizer import Quantizer
 
 Loss = Callable[..., Tensor]  #: of a model and one node's part of the batch
 Route = tuple[str, str]  # codec and schedule
@@ -74,10 +77,19 @@ class Nodes:
         seed: int = 0,
         inside: int = 1,
     ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(nodes, int):
+            found = f"{type(model).__name__} and {type(nodes).__name__}"
+            raise InputError(f"Nodes takes a torch.nn.Module and a number of nodes, not {found}")
         if nodes < 1:
             raise InputError(f"there must be at least one node, not {nodes}")
         if not isinstance(wire, Policy):
             wire = Policy("simulated", (Rule(wire, schedule),))
+        if any(rule.codec == LADDER for rule in wire.rules):
+            raise InputError(f"nodes do not climb the ladder of policy '{wire.name}'; use rules with steps")
+        if wire.name == NOOP:
+            raise InputError(
+                "with the policy 'noop' replicas drift apart, and nodes share one model; use fp32"
+            )
         self.model, self.count, self.policy, self.seed, self.inside = model, nodes, wire, seed, inside
         self.step, self.epoch = 0, 0
         self.channels: dict[str, list[Channel]] = {}  #: of codecs with memory, one for each node
@@ -88,6 +100,7 @@ class Nodes:
         self._tensors = [each for name, each in zip(names, describe(model), strict=True) if name in wanted]
         self._piles: list[_Pile] = []
         self._taken = 0
+        self._before: dict[str, Route] = {}  # of the last step, by tensor
 
     # What a loop calls
 
@@ -100,25 +113,26 @@ class Nodes:
         With `scale` the loss is multiplied by it first, and gradients arrive scaled.
         """
         self._check(batch)
+        if together < 1:
+            raise InputError(f"together is how many nodes are computed at a time, 1 or more, not {together}")
         parts = [each.unflatten(0, (self.count, -1)) for each in batch]
         losses: list[Tensor] = []
-        if together > 1:
+        if min(together, self.count) > 1:
             self._check_vmap()
             for first in range(0, self.count, together):
                 some = [each[first : first + together] for each in parts]
                 losses.append(self._compute(loss, some, scale))
         else:
-            kept: list[Tensor] = []
+            begun, kept = self._buffers(), list[Tensor]()
             for node in range(self.count):
+                self._put_back(begun if node else ())  # every node begins with the same
                 self.model.zero_grad()
                 found = loss(self.model, *(each[node] for each in parts))
                 (found if scale == 1 else found * scale).backward()
                 losses.append(found.detach())
                 self.take()
-                if node == 0:  # running statistics are those of the first node, as in DDP
-                    kept = [each.clone() for each in self.model.buffers()]
-            for each, first_node in zip(self.model.buffers(), kept, strict=True):
-                each.copy_(first_node)
+                kept = kept or self._buffers()  # running statistics are those of node 0, as in DDP
+            self._put_back(kept)
         self.reduce()
         return torch.cat([each.reshape(-1) for each in losses]).mean()
 
@@ -128,6 +142,8 @@ class Nodes:
             raise InputError(
                 f"all {self.count} nodes have given gradients; call reduce() before the next step"
             )
+        if self._parameters and all(each.grad is None for each in self._parameters):
+            raise InputError("no parameter has a gradient; call loss.backward() before take()")
         found = [
             torch.zeros_like(each) if each.grad is None else each.grad.detach() for each in self._parameters
         ]
@@ -144,9 +160,10 @@ class Nodes:
                 f"{self._taken} of {self.count} nodes have given gradients; call take() once for each node"
             )
         for pile in self._piles:
+            self._repay(pile)
             for place, mean in zip(pile.places, self._reduced(pile), strict=True):
                 parameter = self._parameters[place]
-                parameter.grad = mean.view_as(parameter)
+                parameter.grad = mean.view_as(parameter).to(parameter.dtype)
         self._taken = 0
         self.step += 1
 
@@ -180,11 +197,15 @@ class Nodes:
     def state_dict(self) -> dict[str, Any]:
         """The step, and what every node's codecs owe."""
         owed = {spec: [each.state_dict() for each in nodes] for spec, nodes in self.channels.items()}
-        return {"step": self.step, "epoch": self.epoch, "channels": owed}
+        routes = {name: list(route) for name, route in self._before.items()}
+        return {"step": self.step, "epoch": self.epoch, "channels": owed, "routes": routes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken."""
         self.step, self.epoch, self.channels = state["step"], state["epoch"], {}
+        self._before = {
+            name: (codec, schedule) for name, (codec, schedule) in state.get("routes", {}).items()
+        }
         for spec, nodes in state["channels"].items():
             self._check_count(len(nodes))
             self.channels[spec] = [Channel(spec) for _ in nodes]
@@ -208,12 +229,12 @@ class Nodes:
         self._piles = []
         for route, tensors in by_route.items():
             places = tuple(place[each.name] for each in tensors)
-            leading = () if route == ("fp32", "native") else (self.count,)
-            held = tuple(
-                torch.empty((*leading, *each.shape), dtype=each.dtype, device=each.device)
-                for each in (self._parameters[i] for i in places)
-            )
-            self._piles.append(_Pile(route, tuple(tensors), places, held))
+            mine = [self._parameters[i] for i in places]
+            if route == ("fp32", "native"):
+                held = [torch.empty_like(each, dtype=_wide(each.dtype)) for each in mine]
+            else:
+                held = [each.new_empty((self.count, *each.shape)) for each in mine]
+            self._piles.append(_Pile(route, tuple(tensors), places, tuple(held)))
 
     def _keep(self, gradients: Sequence[Tensor]) -> None:
         """Gradients [some nodes, ...] of all tensors."""
@@ -231,6 +252,21 @@ class Nodes:
                 add = torch._foreach_add_ if self._taken + node else torch._foreach_copy_
                 add(pile.held, each)
         self._taken += count
+
+    def _repay(self, pile: _Pile) -> None:
+        """Where a tensor takes another route than before, what it owes there is added, as in DDP."""
+        for tensor, held in zip(pile.tensors, pile.held, strict=True):
+            before = self._before.get(tensor.name, pile.route)
+            self._before[tensor.name] = pile.route
+            if before == pile.route:
+                continue
+            for node, channel in enumerate(self.channels.get(before[0], ())):
+                owed = debt(channel, tensor.name, tensor.shape, node, self.count)
+                if owed is not None:
+                    (held if pile.sums else held[node]).add_(owed)
+                for slot in list(channel.residuals):
+                    if slot.startswith((f"{tensor.name}/", f"{tensor.name}[")):
+                        channel.forget(slot)
 
     def _reduced(self, pile: _Pile) -> Sequence[Tensor]:
         codec, schedule = pile.route
@@ -270,6 +306,13 @@ class Nodes:
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._names, self._parameters, strict=True))
 
+    def _buffers(self) -> list[Tensor]:
+        return [each.clone() for each in self.model.buffers()]
+
+    def _put_back(self, kept: Sequence[Tensor]) -> None:
+        for each, before in zip(self.model.buffers(), kept, strict=False):
+            each.copy_(before)
+
     # Bad input
 
     def _check(self, batch: Sequence[Tensor]) -> None:
@@ -283,9 +326,18 @@ class Nodes:
                     f"a batch of {len(each)} samples cannot be shared evenly by {self.count} nodes; "
                     f"use a multiple of {self.count}"
                 )
+        sizes = [len(each) for each in batch]
+        if len(set(sizes)) > 1:
+            found = ", ".join(map(str, sizes))
+            raise InputError(f"the tensors of a batch have {found} samples; give as many of each")
 
     def _check_vmap(self) -> None:
         for name, module in self.model.named_modules():
+            if isinstance(module, (Simulated, Quantizer)):
+                raise InputError(
+                    f"{name or 'the model'} computes in other numbers, which nodes that are computed "
+                    "together cannot; use together=1"
+                )
             if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
                 raise InputError(
                     f"{name} is a batch normalisation that tracks statistics, which nodes that are computed "
@@ -295,6 +347,11 @@ class Nodes:
     def _check_count(self, count: int) -> None:
         if count != self.count:
             raise InputError(f"the state is of {count} nodes, these are {self.count}")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of sums: float32 for short floats."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class _Whole(nn.Module):

@@ -78,6 +78,8 @@ class Precision:
         return cls(formats.get(name), rounding, scale, shift)
 
     def __post_init__(self) -> None:
+        if isinstance(self.format, str):
+            raise FormatError(f"Precision takes a format; Precision.of('{self.format}') takes a spec")
         if self.scale not in ("", FIT, CENTRE):
             raise FormatError(f"unknown scale '{self.scale}'; use one of: {FIT}, {CENTRE}, or none")
         if self.format is not None and self.rounding not in self.format.roundings:

@@ -12,7 +12,7 @@ takes it. `get` finds a recipe by its spec:
 | `gupta/2.14~sr` | the same, rounded at random | |
 | `gupta/2.14~sr+exact` | products summed exactly, as in a wide accumulator; else in float32 | |
 | `mellempudi` | e5m2 at random, stored weights float16 | Mellempudi et al. 2019, arXiv 1905.12334 |
-| `positnn/8` | posits of 8 bits and es 2, also in every sum | Raposo et al. 2021, arXiv 2105.00053 |
+| `positnn/8` | posits of 8 bits and es 2, rounded at every addition | Raposo et al. 2021, arXiv 2105.00053 |
 | `positnn/O12L12` | the same, but 12 bits for the stages O(ptimizer) and L(oss); likewise F, B, G | |
 | `positnn/8+quire` | products summed exactly and rounded once | |
 | `positnn/8+quire+underflow` | the same; the smallest numbers become zero | |
@@ -34,11 +34,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from thinwire.errors import FormatError
+from thinwire.formats import Format
 from thinwire.simulate.gemm import Arithmetic
 from thinwire.simulate.precision import Precision
 from thinwire.simulate.stages import Stages
 
 PLACES = ("*", "first", "last")
+CHAINS = "chunked/512"  #: the order of sums in posits without a quire: ours, the paper does not say
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def get(spec: "str | Recipe | Stages") -> Recipe:
     if isinstance(spec, Stages):
         return Recipe("stages", spec)
     if not isinstance(spec, str):
-        raise FormatError(f"a recipe is a name, Stages or a Recipe, not {type(spec).__name__}")
+        hint = "; use Stages.uniform of it" if isinstance(spec, Format | Precision) else ""
+        raise FormatError(f"a recipe is a name, Stages or a Recipe, not {type(spec).__name__}{hint}")
     if spec in RECIPES:
         return RECIPES[spec]
     for pattern, make in FAMILIES.values():
@@ -141,7 +144,7 @@ def _positnn(spec: str, bits: str | None, parts: str | None, quire: str | None, 
         ahead = Arithmetic(sum=forward, order="exact")
         back = Arithmetic(sum=backward if same else None, order="exact")
     else:
-        ahead, back = Arithmetic(forward, forward), Arithmetic(backward, backward)
+        ahead, back = (Arithmetic(each, each, order=CHAINS) for each in (forward, backward))
     stages = Stages(kept["F"], kept["B"], kept["G"], kept["O"], kept["L"], ahead, back)
     return Recipe(spec, stages, source="Raposo, Tomas and Roma 2021, arXiv 2105.00053")
 

@@ -75,18 +75,25 @@ def attach(model: nn.Module, codec: Codec | str, *, seed: int = 0) -> Through:
     >>> attach(net, "tree8").layers
     ['2']
     """
-    names = [name for name, each in model.named_modules() if isinstance(each, LAYERS)]
+    apart = [each.out_proj for each in model.modules() if isinstance(each, nn.MultiheadAttention)]
+    names = [  # attention multiplies by the weight of its last layer without calling it
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, LAYERS) and not any(each is other for other in apart)
+    ]
     if len(names) < 2:
         raise InputError("the model has fewer than two linear or convolutional layers: nothing would travel")
     found = Through(codecs.get(codec), seed, names[1:])
     round_trip(torch.zeros(1), found.codec, Stream(0))
     for name in found.layers:
 
-        def hook(_: nn.Module, given: tuple[Any, ...], name: str = name) -> tuple[Any, ...]:
+        def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any], name: str = name) -> Any:
             found.calls += 1
-            return (_Sent.apply(given[0], found, name, found.calls), *given[1:])
+            x = given[0] if given else named["input"]
+            sent = _Sent.apply(x, found, name, found.calls)
+            return ((sent, *given[1:]), named) if given else ((), {**named, "input": sent})
 
-        found._hooks.append(model.get_submodule(name).register_forward_pre_hook(hook))
+        found._hooks.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
     return found
 
 

@@ -5,6 +5,9 @@ Every part can be had by itself: `Nodes` reduces gradients, `convert` puts layer
 model has and see the same batches in the same order, and a node's batch is what a rank's would be.
 """
 
+import contextlib
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -70,6 +73,11 @@ class Plan:
     warm_up: int = 0  #: steps in which the rate grows from zero
     decay: Callable[[float], float] = field(default=lambda done: 1 - done)  #: of the rate, by the share done
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be 1 or more, not {getattr(self, name)}")
+
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0.
 
@@ -115,36 +123,41 @@ def train(  # noqa: PLR0913
     >>> done.accuracy > 0.9
     True
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"train takes a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is not None and not callable(optimizer):
+        raise InputError(
+            "optimizer is a function that makes one of parameters, such as "
+            "lambda parameters: simulate.SGD(parameters, lr=0.1)"
+        )
     plan = _plan(plan, settings)
-    device = torch.device(device) if device is not None else next(model.parameters()).device
+    device = usable(next(model.parameters()).device if device is None else device)
     images, tests = _data(data, tests, device)
     model.to(device).train()
     made = (optimizer or _sgd(plan))([each for each in model.parameters() if each.requires_grad])
-    scaling = loss_scale if isinstance(loss_scale, LossScale) else LossScale(loss_scale or NONE)
+    scaling = _scaling(loss_scale)
     several = Nodes(model, nodes, "fp32" if pure else wire, "auto" if pure else schedule, seed=seed)
-    pipe = _pipe(model, pure, wire, nodes, seed)
     draw = torch.Generator().manual_seed(seed)
     order = _order(len(images), plan.batch * nodes, draw)
     course = _Course(plan.steps, lambda: evaluate(model, tests), tell)
-    for step in range(plan.steps):
-        x, y = images.batch(next(order).to(device))
-        x = augment(x, draw) if augment else x
-        found = several.backward(
-            lambda net, x, y: loss(net(x), y), x, y, together=together, scale=scaling.scale
-        )
-        if pure == GRADIENTS:
-            through.gradients_(model.parameters(), str(wire), seed=seed, step=step)
-        for group in made.param_groups:
-            group["lr"] = plan.rate(step)
-        finite = scaling.kind == NONE or scaling.unscale_(each.grad for each in model.parameters())
-        if scaling.update(finite):
-            made.step()
-        if each_step:
-            each_step(step, model)
-        if not course.goes_on(step + 1, found):
-            break
-    if pipe:
-        pipe.remove()
+    with _piped(model, pure, wire, nodes, seed):
+        for step in range(plan.steps):
+            x, y = images.batch(next(order).to(device))
+            x = augment(x, draw) if augment else x
+            found = several.backward(
+                lambda net, x, y: loss(net(x), y), x, y, together=together, scale=scaling.scale
+            )
+            if pure == GRADIENTS:
+                through.gradients_(model.parameters(), str(wire), seed=seed, step=step)
+            for group in made.param_groups:
+                group["lr"] = plan.rate(step)
+            finite = scaling.kind == NONE or scaling.unscale_(each.grad for each in model.parameters())
+            if scaling.update(finite):
+                made.step()
+            if each_step:
+                each_step(step, model)
+            if not course.goes_on(step + 1, found):
+                break
     sent = several.sent_nbytes if nodes > 1 else 0
     last = course.points[-1]
     accuracy = evaluate(model, tests) if last.accuracy is None else last.accuracy
@@ -175,28 +188,45 @@ class _Course:
         return math.isfinite(mean)
 
 
+def usable(device: torch.device | str) -> torch.device:
+    """A device, if this machine has it.
+
+    >>> usable("cpu")
+    device(type='cpu')
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"there is no device '{device}'; use cpu or cuda") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"torch finds no GPU here for device '{device}'; use cpu")
+    return found
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, tests: Images) -> float:
     """The share of images whose class a model finds."""
-    before = model.training
+    before = {each: each.training for each in model.modules()}
     model.eval()
     right = torch.zeros((), dtype=torch.int64, device=tests.y.device)
     for start in range(0, len(tests), AT_ONCE):
         x, y = tests.batch(slice(start, start + AT_ONCE))
         right += (model(x).argmax(1) == y).sum()
-    model.train(before)
+    for module, training in before.items():
+        module.training = training
     return right.item() / len(tests)
 
 
 def _plan(plan: Plan | None, settings: dict[str, Any]) -> Plan:
     if plan is not None and settings:
         raise InputError(f"give a plan, or {', '.join(settings)}, not both")
-    try:
-        return plan or Plan(**settings)
-    except TypeError:
-        known = ", ".join(Plan.__dataclass_fields__)
-        unknown = ", ".join(set(settings) - set(Plan.__dataclass_fields__))
-        raise InputError(f"train has no argument {unknown}; a plan has: {known}") from None
+    known = tuple(Plan.__dataclass_fields__)
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, (*known, *inspect.signature(train).parameters), n=1)
+            hint = f"did you mean {near[0]}? A" if near else "a"
+            raise InputError(f"train has no argument {name}; {hint} plan has: {', '.join(known)}")
+    return plan or Plan(**settings)
 
 
 def _data(
@@ -207,9 +237,19 @@ def _data(
     """Training and test images; without any of the latter, accuracy is that on the former."""
     if isinstance(data, str):
         found = sets.images(data)
-        return found[0].to(device), found[1].to(device)
-    pair = [each if isinstance(each, Images) else Images(*each, 0.0, 1.0) for each in (data, tests or data)]
-    return pair[0].to(device), pair[1].to(device)
+        return found[0].to(device), (found[1] if tests is None else _images(tests)).to(device)
+    return _images(data).to(device), _images(data if tests is None else tests).to(device)
+
+
+def _images(data: Images | tuple[Tensor, Tensor]) -> Images:
+    if isinstance(data, Images):
+        return data
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise InputError(f"data is a name, images, or a pair (x, y) of tensors, not {type(data).__name__}")
+    x, y = data
+    if len(x) != len(y):
+        raise InputError(f"x has {len(x)} samples and y {len(y)}; give as many of each")
+    return Images(x, y, 0.0, 1.0)
 
 
 def _sgd(plan: Plan) -> Optimizer:
@@ -218,18 +258,23 @@ def _sgd(plan: Plan) -> Optimizer:
     )
 
 
-def _pipe(
-    model: nn.Module, pure: str | None, wire: str | Policy, nodes: int, seed: int
-) -> through.Through | None:
-    if pure is None:
-        return None
-    if pure not in (GRADIENTS, ACTIVATIONS):
+def _scaling(given: LossScale | float | str | None) -> LossScale:
+    return given if isinstance(given, LossScale) else LossScale(NONE if given is None else given)
+
+
+@contextlib.contextmanager
+def _piped(model: nn.Module, pure: str | None, wire: str | Policy, nodes: int, seed: int) -> Iterator[None]:
+    """In which activations and errors go through a codec, if that is asked for."""
+    if pure not in (None, GRADIENTS, ACTIVATIONS):
         raise InputError(f"pure is '{GRADIENTS}' or '{ACTIVATIONS}', not '{pure}'")
-    if nodes != 1 or not isinstance(wire, str):
+    if pure and (nodes != 1 or not isinstance(wire, str)):
         raise InputError(f"pure='{pure}' is for one node and a codec's spec; leave out nodes")
-    if pure == GRADIENTS:
-        return None
-    return through.attach(model, wire, seed=seed)
+    pipe = through.attach(model, str(wire), seed=seed) if pure == ACTIVATIONS else None
+    try:
+        yield
+    finally:
+        if pipe:
+            pipe.remove()
 
 
 def _order(count: int, size: int, draw: torch.Generator) -> Iterator[Tensor]:

@@ -45,11 +45,24 @@ class Kept(TypedDict, total=False):
 
 
 class Rounded(Optimizer):
-    """What the optimizers here have in common; a subclass says where to go."""
+    """What the optimizers here have in common; a subclass says where to go.
+
+    | option | what |
+    |---|---|
+    | `keep` | precision of the weights: bfloat16 if not given, None for float32 |
+    | `state` | precision of momentum and moments: that of the weights if not given |
+    | `update` | "round", or "kahan" for compensated updates |
+    | `seed` | of stochastic rounding |
+    | `counters` | a `Counters`, for updates that left a weight as it was, as `name/update` |
+    | `names` | of the parameters, in their order; or give `model.named_parameters()` as params |
+    """
 
     counters: Counters | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], kept: Kept) -> None:
+        if unknown := [name for name in kept if name not in Kept.__annotations__]:
+            known = ", ".join((*defaults, *Kept.__annotations__))
+            raise InputError(f"{type(self).__name__} has no argument {', '.join(unknown)}; it has: {known}")
         options = {
             "keep": kept.get("keep", "bfloat16"),
             "state": kept.get("state"),
@@ -148,6 +161,7 @@ class Rounded(Optimizer):
 class SGD(Rounded):
     """Stochastic gradient descent; v = S(momentum v + g).
 
+    `keep`, `state`, `update`, `seed`, `counters` and `names` are those of `thinwire.simulate.update.Rounded`.
     With `keep=None` it is torch.optim.SGD, on a CPU bit for bit.
 
     >>> w = torch.nn.Parameter(torch.ones(2))
@@ -188,6 +202,8 @@ class SGD(Rounded):
 class RMSprop(Rounded):
     """Gradients divided by the root of their mean square, s = S(alpha s + (1 - alpha) g**2), plus eps.
 
+    Further options are those of `thinwire.simulate.update.Rounded`.
+
     >>> w = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = RMSprop([w], lr=0.1, keep=None)
     >>> w.grad = torch.tensor([4.0])
@@ -225,7 +241,7 @@ class Adam(Rounded):
     """Adam (Kingma and Ba 2015), its two moments rounded.
 
     Short formats lose what a second moment with beta2 = 0.999 gains in a step: with rounding to nearest,
-    `state` should be longer than `keep`.
+    `state` should be longer than `keep`. Further options are those of `thinwire.simulate.update.Rounded`.
 
     >>> w = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = Adam([w], lr=0.1, keep="bfloat16", state="fp32")

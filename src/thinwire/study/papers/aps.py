@@ -39,8 +39,9 @@ MANY = (
 )
 SMALL = Table("8 nodes, Fashion-MNIST", "fashion-mnist", "cnn-small", EIGHT, 8, 1170, 64, 0.1, together=8)
 LARGE = Table(
-    "256 nodes, Fashion-MNIST", "fashion-mnist", "cnn-small", MANY, 256, 435, 8, 0.4, warm_up=29, together=256
-)
+    "256 nodes, Fashion-MNIST", "fashion-mnist", "cnn-small", MANY, 256, 435, 8, 0.05,
+    warm_up=29, together=256,
+)  # fmt: skip
 CIFAR = Table(
     "8 nodes, CIFAR-10", "cifar10", "resnet8", EIGHT[:6], 8, 1400, 64, 0.2,
     weight_decay=5e-4, warm_up=100, augment=True, together=8,

@@ -58,6 +58,6 @@ PAPER = Paper(
     ),
     (
         "Weights, activations, errors, gradients and updates are all in fixed point <integer, fractional "
-        "bits>, sums are exact and rounded once. Rates and first weights are ours.",
+        "bits>, sums are made in float32 and rounded once. Rates and first weights are ours.",
     ),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from thinwire.study.record import Record
 from thinwire.study.statistics import Estimate, differences, estimate
 
 AGREES, DISAGREES, UNDECIDED, MISSING = "agrees", "disagrees", "undecided", "not run"
+COMPARED = ("same", "overlap", "lower")  #: kinds of claims that need a base
 TOLERANCE = 0.001  #: by which means may be out of order
 
 
@@ -22,7 +23,7 @@ class Row:
 
     arm: str
     accuracy: Estimate
-    difference: Estimate | None  #: to the base, at equal seeds; None for the base itself
+    difference: Estimate | None  #: to the base, at equal seeds; None for the base itself, or without it
     verdict: str
     paper: float | None  #: accuracy in the paper, in per cent
     failed: int  #: runs whose loss stopped being a number
@@ -84,6 +85,8 @@ def _verdict(claim: Claim, lines: Sequence[Row]) -> str:
     if not all(name in by_name for name in claim.arms):
         return MISSING
     picked = [by_name[name] for name in claim.arms]
+    if claim.kind in COMPARED and any(row.difference is None for row in picked):
+        return MISSING  # there is no base of the same seeds
     if claim.kind == "order":
         means = [row.accuracy.mean for row in picked]
         return AGREES if all(two <= one + TOLERANCE for one, two in pairwise(means)) else DISAGREES
