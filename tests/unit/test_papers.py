@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from thinwire import data
 from thinwire.cli import app
 from thinwire.errors import InputError
-from thinwire.study import Point, Record, Trial, papers
+from thinwire.study import Point, Record, papers
 from thinwire.study.papers import judge, run
 from thinwire.study.papers.paper import Arm, Claim, Paper, Table
 from thinwire.study.store import Store
@@ -50,6 +50,15 @@ def test_papers_are_consistent(paper):
     assert all(table.seeds >= 5 for table in paper.sized("full"))
 
 
+def test_a_table_that_is_changed_has_other_trials():
+    table = papers.get("aps").sized("quick")[0]
+    key = table.trials("aps")[1].key
+    assert replace(table, title="other", seeds=9).trials("aps")[1].key == key
+    assert replace(table, momentum=0.8).trials("aps")[1].key != key
+    arms = (table.arms[0], replace(table.arms[1], loss_scale=2.0), *table.arms[2:])
+    assert replace(table, arms=arms).trials("aps")[1].key != key
+
+
 def test_the_same_trial_gives_the_same_result():
     trial = papers.get("gupta").sized("quick")[0].trials("gupta")[2]
     assert "at random" in trial.codec
@@ -63,7 +72,7 @@ TABLE = Table("t", "digits", "mlp", (Arm("fp32"), Arm("a"), Arm("b")), steps=5)
 def records(**accuracies):
     return [
         Record(
-            Trial("simulate/made-up", "digits", "mlp", arm, seed, 1, "simulated", 5, 32, 0.1),
+            next(trial for trial in TABLE.trials("made-up") if (trial.codec, trial.seed) == (arm, seed)),
             (Point(5, 1.0, 0, 0.5, each),), each, 0.1, 1.0, 25.0, 100.0, {}, 0.0, (), True,
         )
         for arm, found in accuracies.items()
@@ -84,6 +93,8 @@ WIDE = (0.70, 0.91, 0.99)
         ("same", 0, NEAR, "agrees"),
         ("same", 0, LOW, "disagrees"),
         ("same", 0, WIDE, "undecided"),
+        ("same", 0.1, NEAR, "disagrees"),
+        ("same", 0.3, NEAR, "agrees"),
         ("overlap", 0, WIDE, "agrees"),
         ("overlap", 0, NEAR, "disagrees"),
         ("lower", 5, LOW, "agrees"),
@@ -115,6 +126,9 @@ def test_orders_and_arms_that_were_not_run():
     assert row["sent_share"] == 0.25
     assert row["difference"]["mean"] == pytest.approx(-0.1)
     assert judge.cells(found["tables"][0])[1][:3] == ("a", "81.00 ± 1.00", "-10.00")
+    claims = tuple(Claim("", "t", "better", pair) for pair in (("fp32", "a"), ("a", "fp32"), ("b", "fp32")))
+    found = judge.result(replace(paper, claims=claims), [TABLE], records(fp32=BASE, a=NEAR, b=WIDE), "cpu")
+    assert [each["verdict"] for each in found["claims"]] == ["agrees", "disagrees", "undecided"]
 
 
 def test_the_command_lists_runs_and_repeats(tmp_path):

@@ -208,3 +208,46 @@ def test_given_tests_and_scales_are_used():
     assert simulate.train(model, "digits", tests=blank, steps=1, lr=0.0).accuracy == 1
     with pytest.raises(InputError, match="a loss scale must be above 0"):
         simulate.train(model, "digits", loss_scale=0.0, steps=1)
+
+
+def test_a_seed_decides_everything_and_leaves_torch_alone():
+    found = []
+    for mess in (1, 2):
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+        torch.manual_seed(0)
+        for layer in (model[0], model[2]):
+            layer.reset_parameters()
+        torch.manual_seed(mess)
+        state = torch.get_rng_state()
+        simulate.train(model, points(), steps=5, batch=16, seed=9)
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append([each.detach().clone() for each in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_an_optimizer_keeps_its_own_rate():
+    model = net()
+    rates = []
+    simulate.train(
+        model,
+        points(),
+        steps=4,
+        batch=16,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
+        each_step=lambda _, __: rates.append(model[0].weight.detach().clone()),
+    )
+    assert (rates[1] - rates[0]).abs().max() < 2e-3
+
+
+def test_looking_more_often_changes_no_random_number():
+    models = [simulate.convert(net(), "bf16", tell=None) for _ in range(2)]
+    for often, model in enumerate(models):
+        simulate.convert(model, simulate.Stages.uniform("e4m3~sr"), tell=None)
+        data = points()
+
+        def look(_, model, often=often, data=data):
+            if often:
+                simulate.evaluate(model, simulate.training.Images(*data, 0.0, 1.0))
+
+        simulate.train(model, data, steps=6, batch=16, each_step=look)
+    assert all(torch.equal(a, b) for a, b in zip(*(each.parameters() for each in models), strict=True))

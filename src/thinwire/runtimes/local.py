@@ -20,6 +20,7 @@ from thinwire.runtimes.arguments import (
     AnyCodec,
     all_reduce_job,
     channel_of,
+    check,
     codec_of,
     is_mean,
     listed,
@@ -107,6 +108,7 @@ def all_reduce_rows(
     >>> all_reduce_rows([torch.arange(8.0).view(4, 2)], "bf16", "avg", "one_shot", names=["w"])
     [tensor([3., 4.])]
     """
+    check(rows)
     world = len(rows[0])
     one = codec if isinstance(codec, str | Codec | Channel) else codec[0]
     found = codec_of(channel_of(one))

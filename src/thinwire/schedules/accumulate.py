@@ -42,7 +42,14 @@ def combine(
     order: str | int,
     kahan: bool = False,
 ) -> None:
-    """Add wires in `order`, rounding to the codec's format after every addition: all tensors in one go."""
+    """Add wires in `order`, rounding to the codec's format after every addition: all tensors in one go.
+
+    A ring begins every shard of a tensor elsewhere, so there it is one tensor after another.
+    """
+    if order == "ring" and len(outs) > 1:
+        for wire, seat, out in zip(wires, seats, outs, strict=True):
+            combine([wire], [seat], [out], order=order, kahan=kahan)
+        return
     units = [_unit(seat).to(out.device) for seat, out in zip(seats, outs, strict=True)]
     parts = list(zip(wires, seats, units, outs, strict=True))
 

@@ -2,7 +2,8 @@
 
 Every node has its own micro-batch. Its gradients are kept until all nodes have theirs, then they are reduced
 by the schedule that would run on a network, in `thinwire.runtimes.local`: the bits are those of N processes.
-What is emulated is the network and its time, nothing else.
+What is emulated is the network and its time, nothing else. (Layers that round at random draw by the number
+of the call, where processes would draw by the rank.)
 
 Memory: a sum that a network makes in float32 needs one number to a parameter, whatever N. Other schedules see
 the gradients of all nodes (APS must know the largest before it can send any), so N numbers to a parameter,

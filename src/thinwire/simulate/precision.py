@@ -7,7 +7,7 @@ A precision is written as a format's name and options:
 | `fp32` | float32, as they are |
 | `e5m2`, `posit8_1`, `fixed4.12`, ... | of any format, rounded to nearest |
 | `e5m2~sr`, `posit8_1~zero`, ... | rounded at random, toward zero, or in another mode |
-| `int8~fit` | divided by a power of two, the least with which nothing overflows: block fixed point |
+| `int8~fit` | divided by the least power of two with which nothing overflows: block fixed point |
 | `posit8_1~centre`, `posit8_1~centre3` | divided by 2**(round(mean of log2 abs(x)) + 2), or + 3 |
 
 A scale belongs to a whole tensor, which is multiplied by it again after rounding. Scales are powers of two,

@@ -78,14 +78,14 @@ class Plan:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be 1 or more, not {getattr(self, name)}")
 
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0.
+    def share(self, step: int) -> float:
+        """Of the learning rate, at a step, counted from 0.
 
-        >>> [Plan(steps=4, lr=1.0, warm_up=2).rate(step) for step in range(4)]
+        >>> [Plan(steps=4, warm_up=2).share(step) for step in range(4)]
         [0.5, 0.75, 0.5, 0.25]
         """
         ramp = min(1.0, (step + 1) / self.warm_up) if self.warm_up else 1.0
-        return self.lr * ramp * self.decay(step / self.steps)
+        return ramp * self.decay(step / self.steps)
 
 
 def train(  # noqa: PLR0913
@@ -135,12 +135,13 @@ def train(  # noqa: PLR0913
     images, tests = _data(data, tests, device)
     model.to(device).train()
     made = (optimizer or _sgd(plan))([each for each in model.parameters() if each.requires_grad])
+    rates = [group["lr"] for group in made.param_groups]
     scaling = _scaling(loss_scale)
     several = Nodes(model, nodes, "fp32" if pure else wire, "auto" if pure else schedule, seed=seed)
     draw = torch.Generator().manual_seed(seed)
     order = _order(len(images), plan.batch * nodes, draw)
     course = _Course(plan.steps, lambda: evaluate(model, tests), tell)
-    with _piped(model, pure, wire, nodes, seed):
+    with _piped(model, pure, wire, nodes, seed), _seeded(seed, device):
         for step in range(plan.steps):
             x, y = images.batch(next(order).to(device))
             x = augment(x, draw) if augment else x
@@ -149,8 +150,8 @@ def train(  # noqa: PLR0913
             )
             if pure == GRADIENTS:
                 through.gradients_(model.parameters(), str(wire), seed=seed, step=step)
-            for group in made.param_groups:
-                group["lr"] = plan.rate(step)
+            for group, rate in zip(made.param_groups, rates, strict=True):
+                group["lr"] = rate * plan.share(step)
             finite = scaling.kind == NONE or scaling.unscale_(each.grad for each in model.parameters())
             if scaling.update(finite):
                 made.step()
@@ -188,6 +189,14 @@ class _Course:
         return math.isfinite(mean)
 
 
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """In which torch's own random numbers, those of dropout, begin with the seed."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
 def usable(device: torch.device | str) -> torch.device:
     """A device, if this machine has it.
 
@@ -207,11 +216,14 @@ def usable(device: torch.device | str) -> torch.device:
 def evaluate(model: nn.Module, tests: Images) -> float:
     """The share of images whose class a model finds."""
     before = {each: each.training for each in model.modules()}
+    calls = {each: each.calls for each in model.modules() if hasattr(each, "calls")}
     model.eval()
     right = torch.zeros((), dtype=torch.int64, device=tests.y.device)
     for start in range(0, len(tests), AT_ONCE):
         x, y = tests.batch(slice(start, start + AT_ONCE))
         right += (model(x).argmax(1) == y).sum()
+    for module, number in calls.items():  # evaluation does not change the random numbers of training
+        module.calls = number
     for module, training in before.items():
         module.training = training
     return right.item() / len(tests)

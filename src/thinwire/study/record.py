@@ -20,11 +20,15 @@ class Trial:
     steps: int
     batch: int  #: samples of one rank and step
     lr: float
+    variant: str = ""  #: a digest of whatever else decides
 
     @property
     def key(self) -> str:
         """A short name under which its record is kept."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        said = asdict(self)
+        if not self.variant:
+            del said["variant"]  # trials that have none are kept under the names they always had
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

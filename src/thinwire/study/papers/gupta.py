@@ -10,7 +10,7 @@ def _arm(fraction: int, random: str) -> Arm:
     how = "at random" if random else "to nearest"
     return Arm(
         f"<{16 - fraction}, {fraction}> {how}",
-        recipe=f"gupta/{number}{random}",
+        recipe=f"gupta/{number}{random}+exact",
     )
 
 
@@ -41,14 +41,14 @@ PAPER = Paper(
     (
         Claim(
             "rounded at random, 16 bits train like float32", MNIST.title, "same",
-            ("<4, 12> at random", "<2, 14> at random"),
+            ("<4, 12> at random", "<2, 14> at random"), 0.5,
         ),
         Claim(
             "rounded to nearest, few fractional bits fail", MNIST.title, "lower",
             ("<8, 8> to nearest", "<6, 10> to nearest"), 1.0,
         ),
         Claim(
-            "at 8 fractional bits, random rounding is better", MNIST.title, "order",
+            "at 8 fractional bits, random rounding is better", MNIST.title, "better",
             ("<8, 8> at random", "<8, 8> to nearest"),
         ),
         Claim(
@@ -58,6 +58,6 @@ PAPER = Paper(
     ),
     (
         "Weights, activations, errors, gradients and updates are all in fixed point <integer, fractional "
-        "bits>, sums are made in float32 and rounded once. Rates and first weights are ours.",
+        "bits>, sums are exact and rounded once. Rates and first weights are ours.",
     ),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire.bench import machine
-from thinwire.study.convergence import decide
+from thinwire.study.convergence import MARGIN, decide
 from thinwire.study.papers.paper import Arm, Claim, Paper, Table
 from thinwire.study.record import Record
 from thinwire.study.statistics import Estimate, differences, estimate
@@ -28,6 +28,8 @@ class Row:
     paper: float | None  #: accuracy in the paper, in per cent
     failed: int  #: runs whose loss stopped being a number
     sent_share: float | None  #: of float32's bytes
+    seeds: tuple[int, ...] = ()
+    accuracies: tuple[float, ...] = ()  #: by seed
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def _row(table: Table, arm: Arm, runs: Sequence[Record], base: Mapping[int, floa
         arm.paper,
         sum(not math.isfinite(run.points[-1].loss) for run in runs),
         sum(run.sent_nbytes_per_step for run in runs) / fp32 if fp32 else None,
+        tuple(own),
+        tuple(own.values()),
     )
 
 
@@ -87,6 +91,8 @@ def _verdict(claim: Claim, lines: Sequence[Row]) -> str:
     picked = [by_name[name] for name in claim.arms]
     if claim.kind in COMPARED and any(row.difference is None for row in picked):
         return MISSING  # there is no base of the same seeds
+    if claim.kind == "better":
+        return _better(*picked)
     if claim.kind == "order":
         means = [row.accuracy.mean for row in picked]
         return AGREES if all(two <= one + TOLERANCE for one, two in pairwise(means)) else DISAGREES
@@ -94,22 +100,34 @@ def _verdict(claim: Claim, lines: Sequence[Row]) -> str:
     return next(each for each in (DISAGREES, UNDECIDED, AGREES) if each in found)
 
 
+def _better(one: Row, other: Row) -> str:
+    first, second = (dict(zip(each.seeds, each.accuracies, strict=True)) for each in (one, other))
+    difference = differences(first, second)
+    if difference is None or difference.interval is None:
+        return UNDECIDED
+    low, high = difference.interval
+    return AGREES if low > 0 else DISAGREES if high < 0 else UNDECIDED
+
+
 def _holds(claim: Claim, row: Row) -> str:
     points = claim.points / 100
     if claim.kind in ("trains", "fails"):
-        above = row.accuracy.mean >= points
-        return AGREES if above == (claim.kind == "trains") else DISAGREES
+        mean = row.accuracy.mean
+        return AGREES if (mean >= points if claim.kind == "trains" else mean <= points) else DISAGREES
     assert row.difference is not None
     interval = row.difference.interval
     if interval is None:
         return UNDECIDED
     if claim.kind == "overlap":
         return AGREES if interval[1] >= 0 else DISAGREES
+    low, high = interval
     if claim.kind == "same":
-        return {"unknown": UNDECIDED, "lower": DISAGREES}.get(row.verdict, AGREES)
-    if interval[1] >= 0:
-        return UNDECIDED if interval[0] <= -points else DISAGREES
-    return AGREES if row.difference.mean <= -points else DISAGREES
+        margin = points or MARGIN
+        lost = high < 0 and row.difference.mean <= -margin
+        return AGREES if low > -margin else DISAGREES if lost else UNDECIDED
+    if low > -points:
+        return DISAGREES
+    return AGREES if high < 0 and row.difference.mean <= -points else UNDECIDED
 
 
 def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], device: str) -> dict[str, Any]:
@@ -120,10 +138,6 @@ def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], dev
         trials = set(table.trials(paper.name, 1 + max((each.trial.seed for each in records), default=0)))
         mine = [record for record in records if record.trial in trials]
         found[table.title] = rows(table, mine)
-        seen = {
-            row.arm: [record.accuracy for record in mine if record.trial.codec == row.arm]
-            for row in found[table.title]
-        }
         parts.append(
             {
                 "title": table.title,
@@ -133,7 +147,6 @@ def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], dev
                     {
                         **asdict(row),
                         "interval": row.difference.interval if row.difference else None,
-                        "accuracies": seen[row.arm],
                     }
                     for row in found[table.title]
                 ],

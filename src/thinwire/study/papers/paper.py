@@ -1,7 +1,8 @@
 """What a reproduction is made of: tables of arms, each trained with several seeds, and claims about them."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from thinwire.errors import InputError
 from thinwire.study.record import Trial
@@ -10,6 +11,7 @@ PREFIX = "simulate/"  #: of the studies' names
 SIMULATED = "simulated"  #: the link of their trials
 FULL, QUICK = "full", "quick"
 BASE = "fp32"
+UNSAID = ("title", "arms", "seeds", "confidence", "base")  #: do not decide what comes of a trial
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,16 @@ class Table:
         return [
             Trial(
                 PREFIX + paper, self.data, self.network, arm.name, seed, self.nodes, SIMULATED,
-                self.steps, self.batch, self.lr,
+                self.steps, self.batch, self.lr, self._variant(arm),
             )
             for seed in range(self.seeds if seeds is None else seeds)
             for arm in self.arms
         ]  # fmt: skip
+
+    def _variant(self, arm: Arm) -> str:
+        """Of all settings, so that a record is not taken for one of a table that was changed since."""
+        said = [getattr(self, each.name) for each in fields(self) if each.name not in UNSAID]
+        return hashlib.sha256(repr((said, replace(arm, paper=None))).encode()).hexdigest()[:8]
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -74,11 +81,12 @@ class Claim:
 
     | kind | what must hold, for every arm named |
     |---|---|
-    | `same` | its interval of differences to the base is less than a point below zero |
+    | `same` | its interval of differences to the base is less than `points` (or one) below zero |
     | `overlap` | its interval is not all below zero, however wide it is |
     | `lower` | its interval is all below zero, and the mean at least `points` below |
     | `trains` | its mean accuracy is at least `points` per cent |
     | `fails` | its mean accuracy is at most `points` per cent |
+    | `better` | the first is better than the second: all of the interval of differences is above zero |
     | `order` | means fall, or stay within a tenth of a point, from each arm to the next |
     """
 

@@ -120,7 +120,7 @@ def _wire(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
     if not arm.wide:
         return arm.wire
     if arm.wide == "start":
-        wide = [Rule("fp32", last_step=table.steps // 10)]
+        wide = [Rule("fp32", last_step=table.steps // 10 - 1)]
     else:
         names = [name.rpartition(".")[0] for name, each in net.named_parameters() if each.dim() > 1]
         wide = [Rule("fp32", name=f"{name}.*") for name in (names[0], names[-1])]
