@@ -98,6 +98,12 @@ def exact_gemm(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
         _module("gemm_cpu", "gemm_cuda", a.device).exact(a, b, out, odd=odd)
 
 
+def tally(x: Tensor, y: Tensor, bounds: Tensor, row: Tensor) -> None:
+    """Counts of what rounding x to y did, added to `row`; flat and contiguous, see `tally_reference`."""
+    if x.numel():
+        _module("tally_reference", "tally_cuda", x.device).tally(x, y, bounds, row)
+
+
 def reads(device: torch.device) -> tuple[torch.dtype, ...]:
     """The input dtypes a device's kernels read without a conversion before the launch."""
     if device.type == "cuda":

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.errors import InputError
 from thinwire.formats import Format
 
@@ -57,16 +58,14 @@ class Counters:
         tally = self._wanted(name, KINDS)
         if tally is None or not before.numel():
             return
-        low, high = tally.range(format)
         x, y = _array(before), _array(after)
         if isinstance(x, np.ndarray):
+            low, high = tally.range(format)
             self._add(tally, before, _on_host(x, y, low * float(unit), high * float(unit)))
             return
-        finite, kept = x.abs() < INFINITY, y.abs() < INFINITY
-        cut = ((x > high * unit) | (x < low * unit)) & finite & kept
-        small = x.count_nonzero() - y.count_nonzero()
-        counts = ((finite > kept).count_nonzero(), cut.count_nonzero(), small.clamp_(min=0))
-        self._add(tally, before, torch.stack(counts))
+        tally.numbers += x.numel()
+        bounds = tally.bounds(format, unit, x.device)
+        kernels.tally(x.reshape(-1), y.reshape(-1), bounds, self._row(tally, x.device))
 
     def cancelled(self, name: str, update: Tensor, before: Tensor, after: Tensor) -> None:
         """What an update did to weights.
@@ -140,13 +139,17 @@ class Counters:
             for i, count in enumerate(found):
                 tally.counts[i] += count
             return
-        table = self._tables.get(of.device)
+        self._row(tally, of.device)[: len(tally.kinds)] += found
+
+    def _row(self, tally: "_Tally", device: torch.device) -> Tensor:
+        """Where a device counts what has a name."""
+        table = self._tables.get(device)
         if table is None or tally.place >= len(table):
-            wider = torch.zeros(max(64, 2 * tally.place), len(KINDS), dtype=torch.int64, device=of.device)
+            wider = torch.zeros(max(64, 2 * tally.place), len(KINDS), dtype=torch.int64, device=device)
             if table is not None:
                 wider[: len(table)] = table
-            table = self._tables[of.device] = wider
-        table[tally.place, : len(tally.kinds)] += found
+            table = self._tables[device] = wider
+        return table[tally.place]
 
     def _fetched(self, then: "_Snapshot") -> dict[str, dict[str, int]]:
         """Counts at a time, of the host and of all devices together."""
@@ -172,6 +175,7 @@ class _Tally:
     counts: list[int] = field(default_factory=list)
     _format: Format | None = None
     _range: tuple[float, float] = (0.0, 0.0)
+    _bounds: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.counts = [0] * len(self.kinds)
@@ -179,8 +183,15 @@ class _Tally:
     def range(self, format: Format) -> tuple[float, float]:
         """The least and the largest number of a format: for most names, the last one's."""
         if format is not self._format:
-            self._format, self._range = format, (format.min, format.max)
+            self._format, self._range, self._bounds = format, (format.min, format.max), None
         return self._range
+
+    def bounds(self, format: Format, unit: Tensor | float, device: torch.device) -> Tensor:
+        """The same times a unit, on a device."""
+        found = self.range(format)
+        if self._bounds is None or self._bounds.device != device:
+            self._bounds = torch.tensor(found, device=device)
+        return self._bounds if isinstance(unit, float) and unit == 1 else self._bounds * unit
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class Quantizer(nn.Module):
         rng = Stream(self.seed, step=call, tensor=f"{self.name}/{way}") if precision.needs_rng else None
         result = precision.round(x, rng)
         if self.counters is not None:
-            self.counters.note(f"{self.name}/{way}", precision.format, x, result, precision.unit(x))
+            unit = precision.unit(x) if precision.scale else 1.0
+            self.counters.note(f"{self.name}/{way}", precision.format, x, result, unit)
         return result.to(x.dtype)
 
     def extra_repr(self) -> str:
