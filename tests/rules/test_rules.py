@@ -129,7 +129,9 @@ def test_results_say_where_they_come_from(path):
 
 def modules_with_examples():
     for each in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
-        if each.name.endswith(("__main__", "programs", "kernels.cuda", "block_cuda", "gemm_cuda", "tally_cuda")):
+        if each.name.endswith(
+            ("__main__", "programs", "kernels.cuda", "block_cuda", "gemm_cuda", "tally_cuda")
+        ):
             continue
         yield each.name
 

@@ -77,6 +77,23 @@ def test_gradients_are_those_that_ranks_would_have(spec, schedule):
             assert torch.equal(parameter.grad, ranks[0]), name
 
 
+@pytest.mark.parametrize("spec", ["aps/e4m3", "fp8lm", "qsgd8~shared", "e4m3~offset0"])
+@pytest.mark.parametrize("odd", [0.0, 1e-42, 3e38, float("inf"), float("nan")])
+def test_odd_numbers_of_one_node_are_seen_by_all(spec, odd):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(WORLD, 40, generator=generator), torch.zeros(WORLD, 7), torch.randn(WORLD, 3)]
+    rows[0][2] *= 0
+    rows[0][2, 5] = rows[1][1, 0] = odd
+    expected = []
+    for place, each in enumerate(rows):
+        ranks = list(each.clone())
+        local.all_reduce(ranks, spec, "avg", "one_shot", name=str(place), rng=Stream(1))
+        expected.append(ranks[0])
+    found = local.all_reduce_rows(rows, spec, "avg", "one_shot", names=["0", "1", "2"], rng=Stream(1))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
 def test_float32_is_the_sum_in_the_order_of_nodes():
     model = net()
     Nodes(model, WORLD).backward(loss, *batch())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.channel import Channel
-from thinwire.codecs import Codec
+from thinwire.codecs import Block, Codec
 from thinwire.errors import CommError
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import (
@@ -27,6 +27,7 @@ from thinwire.runtimes.arguments import (
     schedule_of,
 )
 from thinwire.runtimes.job import Job
+from thinwire.scaling import RULES
 from thinwire.schedules import (
     AllGather,
     AllReduce,
@@ -135,16 +136,33 @@ def _is_plain(codec: AnyCodec, found: Codec) -> bool:
 
 def _stacked(rows: Sequence[Tensor], codec: Codec, weight: float, combine: Combine) -> list[Tensor]:
     wires, seats, outs = [], [], []
-    for each in rows:
-        world, numel = len(each), each[0].numel()
-        values = each.detach().reshape(world, numel).float()
-        shared = codec.summary(values, world).amax(0) if codec.agreement(numel) else None
+    world = len(rows[0])
+    flat = [each.detach().reshape(world, -1).float() for each in rows]
+    for values, shared in zip(flat, _agreed(flat, codec), strict=True):
         everyone = None if shared is None else shared.expand(world, -1).contiguous()
         wires.append(codec.encode(values, shared=everyone))
         seats.append(Seat(0, world, Channel(codec), weight=weight, shared=shared))
-        outs.append(torch.empty(numel, device=each.device))
+        outs.append(torch.empty(values.shape[1], device=values.device))
     combine(wires, seats, outs)
     return [out.view(each.shape[1:]).to(each.dtype) for out, each in zip(outs, rows, strict=True)]
+
+
+def _agreed(rows: Sequence[Tensor], codec: Codec) -> list[Tensor | None]:
+    """The maximum over ranks of every tensor's `summary`, where the codec asks for one.
+
+    A scale that follows from the largest magnitude of the whole vector is that of a vector with nothing else
+    in it: so the largest of all tensors are summarized in one call.
+    """
+    world = len(rows[0])
+    if not any(codec.agreement(each.shape[1]) for each in rows):
+        return [None] * len(rows)
+    if not (isinstance(codec, Block) and codec.block is None and codec.scaling.choose in RULES):
+        return [
+            codec.summary(each, world).amax(0) if codec.agreement(each.shape[1]) else None for each in rows
+        ]
+    largest = torch.cat([each.abs().amax(1, keepdim=True) for each in rows if each.shape[1]], 1)
+    found = iter(codec.summary(largest.unsqueeze(2), world).amax(0))
+    return [next(found) if each.shape[1] else None for each in rows]
 
 
 def run(jobs: Sequence[Job], *, once: bool = False) -> None:
