@@ -230,6 +230,8 @@ def _shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
         raise InputError(
             f"a has {a.shape[-1]} columns and b {b.shape[-2]} rows; shapes are [..., M, K] and [..., K, N]"
         )
+    if b.ndim == 2 or a.shape[:-2] == b.shape[:-2]:
+        return (*a.shape[:-1], b.shape[-1])
     try:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:

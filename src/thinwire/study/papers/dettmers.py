@@ -18,7 +18,7 @@ ARMS = (
     *(_arm(title, spec, pure) for pure in ("gradients", "activations") for title, spec in TYPES.items()),
 )
 MNIST = Table(
-    "MNIST, 784-1024-1024-10", "mnist", "mlp-dropout", ARMS, 1, 9360, 128, 0.0003, 0.0,
+    "MNIST, 784-1024-1024-10", "mnist", "mlp-dropout", ARMS, 1, 4680, 128, 0.0003, 0.0,
     optimizer="rmsprop", confidence=0.99,
 )  # fmt: skip
 DIGITS = Table(

@@ -16,7 +16,7 @@ def _arm(fraction: int, random: str) -> Arm:
 
 ARMS = (Arm("fp32"), *(_arm(fraction, random) for random in ("", "~sr") for fraction in FRACTIONS))
 MNIST = Table(
-    "MNIST, 784-1000-1000-10", "mnist", "mlp-1000", ARMS, 1, 6000, 100, 0.1, 0.0, halve_every=0.2, unit=True
+    "MNIST, 784-1000-1000-10", "mnist", "mlp-1000", ARMS, 1, 3000, 100, 0.1, 0.0, halve_every=0.2, unit=True
 )
 DIGITS = Table(
     "digits, 64-256-128-10",
