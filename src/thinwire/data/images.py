@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from thinwire.data.read import load
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SAMPLE = 10_000  #: training images that mean and deviation are taken of
 
@@ -20,8 +22,8 @@ class Images:
     (tensor([[[[-1.,  1.]]]]), tensor([3]))
     """
 
-    x: Tensor
-    y: Tensor
+    x: "Tensor"
+    y: "Tensor"
     mean: float
     deviation: float
 
@@ -37,10 +39,10 @@ class Images:
         """Channels, height, width."""
         return tuple(self.x.shape[1:])
 
-    def batch(self, picked: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def batch(self, picked: "Tensor | slice") -> "tuple[Tensor, Tensor]":
         return (self.x[picked].float() - self.mean) / self.deviation, self.y[picked]
 
-    def to(self, device: torch.device | str) -> "Images":
+    def to(self, device: "torch.device | str") -> "Images":
         return Images(self.x.to(device), self.y.to(device), self.mean, self.deviation)
 
 
