@@ -42,11 +42,12 @@ help:
 demo: .venv/.demo
 	@$(BIN)/thinwire demo
 
-# Tests of several processes run one after another: they use all cores by themselves, and some watch the clock.
+# Two workers share the cores, so each has one thread. Tests of several processes run one after another: they use
+# all cores by themselves, and some watch the clock.
 SEVERAL := tests/groups tests/launch tests/lab
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(SEVERAL:%=--ignore %)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(SEVERAL:%=--ignore %)
 	$(BIN)/python -m pytest $(SEVERAL)
 
 check: .venv/.dev
