@@ -104,7 +104,10 @@ class Lane:
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """At the end of the program: a thread that waits inside of gloo would take the process down."""
+        """At the end of the program the thread must end first: one inside of C++ would take the process down.
+
+        It may be there for a moment even if everything handed over has ended: it lets go of it.
+        """
         if self._thread is None or os.getpid() != self._pid:
             return
         end = time.monotonic() + GRACE_S
@@ -112,7 +115,8 @@ class Lane:
             time.sleep(0.01)
         if not self.idle:
             self._close()
-            self._thread.join(2 * GRACE_S)
+        self._queue.put(None)
+        self._thread.join(2 * GRACE_S)
 
     def _serve(self) -> None:
         flights = InOrder(self._pool)

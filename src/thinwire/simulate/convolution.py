@@ -118,7 +118,7 @@ class _Convolution(torch.autograd.Function):
         y = _forward(site, geometry, xq, wq)
         if bq is not None:
             y = site.plus(y, bq.view(-1, *[1] * (y.ndim - 2)), site.ahead, "output")
-        return site.forward(y, "output")
+        return site.forward(y, "output", site.ahead)
 
     @staticmethod
     @once_differentiable
@@ -129,12 +129,14 @@ class _Convolution(torch.autograd.Function):
         dx = dw = db = None
         if wanted[0]:
             dx = _input_error(site, ctx.geometry, e, site.again(weight, wq, "error_weight"), xq.shape)
-            dx = site.backward(dx, "input_error")
+            dx = site.backward(dx, "input_error", site.back)
         if wanted[1]:
-            dw = site.gradient(_gradient(site, ctx.geometry, e, xq, wq), "gradient")
+            dw = _gradient(site, ctx.geometry, e, xq, wq)
+            dw = site.gradient(dw, "gradient", site.back)
         if wanted[2]:
             rows = e.transpose(0, 1).flatten(1).t()
-            db = site.gradient(site.total(rows, site.back, "bias_gradient"), "bias_gradient")
+            db = site.total(rows, site.back, "bias_gradient")
+            db = site.gradient(db, "bias_gradient", site.back)
         return dx, dw, db, None, None
 
 

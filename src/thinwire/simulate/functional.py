@@ -83,7 +83,7 @@ class _Linear(torch.autograd.Function):
         ctx.site = site
         ctx.save_for_backward(xq, wq, weight)
         y = site.product(xq.reshape(-1, x.shape[-1]), wq.t(), site.ahead, "output")
-        y = site.forward(site.plus(y, bq, site.ahead, "output"), "output")
+        y = site.forward(site.plus(y, bq, site.ahead, "output"), "output", site.ahead)
         return unshared(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -95,12 +95,13 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if wanted[0]:
             dx = site.product(e, site.again(weight, wq, "error_weight"), site.back, "input_error")
-            dx = site.backward(dx, "input_error").view(xq.shape)
+            dx = site.backward(dx, "input_error", site.back).view(xq.shape)
         if wanted[1]:
             dw = site.product(e.t(), xq.reshape(-1, xq.shape[-1]), site.back, "gradient")
-            dw = site.gradient(dw, "gradient")
+            dw = site.gradient(dw, "gradient", site.back)
         if wanted[2]:
-            db = site.gradient(site.total(e, site.back, "bias_gradient"), "bias_gradient")
+            db = site.total(e, site.back, "bias_gradient")
+            db = site.gradient(db, "bias_gradient", site.back)
         return dx, dw, db, None
 
 
@@ -202,7 +203,8 @@ class _Attention(torch.autograd.Function):
         used = p if kept is None else site.forward(torch.where(kept, p / (1 - dropout), 0), "kept")
         ctx.save_for_backward(q, k, v, p, used, kept)
         ctx.mark_non_differentiable(p)
-        return site.forward(site.product(used, v, site.ahead, "output"), "output"), p
+        y = site.product(used, v, site.ahead, "output")
+        return site.forward(y, "output", site.ahead), p
 
     @staticmethod
     @once_differentiable

@@ -150,7 +150,7 @@ def _compute(how: Arithmetic, a: Tensor, b: Tensor, out: Tensor, key: kernels.Ke
     if how.order == "exact":
         kernels.exact_gemm(a, b, out, odd=total is not None)
         if total is not None:
-            kernels.round(total, out.view(-1).clone(), out.view(-1), mode, key)
+            kernels.round(total, out.view(-1), out.view(-1), mode, key)  # in place: element by element
     else:
         order, chunk = _order(how.order)
         product, offset = how._params(how.product), _offset(how.multiply)

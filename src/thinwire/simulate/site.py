@@ -39,14 +39,14 @@ class Site:
         """The same call, in a part of the layer."""
         return replace(self, name=f"{self.name}/{name}")
 
-    def forward(self, x: Tensor, what: str) -> Tensor:
-        return self.rounded(x, self.stages.forward, what)
+    def forward(self, x: Tensor, what: str, made: Arithmetic | None = None) -> Tensor:
+        return self.rounded(x, self.stages.forward, what, made)
 
-    def backward(self, x: Tensor, what: str) -> Tensor:
-        return self.rounded(x, self.stages.backward, what)
+    def backward(self, x: Tensor, what: str, made: Arithmetic | None = None) -> Tensor:
+        return self.rounded(x, self.stages.backward, what, made)
 
-    def gradient(self, x: Tensor, what: str) -> Tensor:
-        return self.rounded(x, self.stages.gradient, what)
+    def gradient(self, x: Tensor, what: str, made: Arithmetic | None = None) -> Tensor:
+        return self.rounded(x, self.stages.gradient, what, made)
 
     def loss(self, x: Tensor, what: str) -> Tensor:
         return self.rounded(x, self.stages.loss, what)
@@ -55,10 +55,15 @@ class Site:
         """Of numbers that are kept from step to step."""
         return self.rounded(x, self.stages.optimizer, what)
 
-    def rounded(self, x: Tensor, how: object, what: str) -> Tensor:
-        """x in the numbers of a stage; the same tensor where that is float32."""
+    def rounded(self, x: Tensor, how: object, what: str, made: Arithmetic | None = None) -> Tensor:
+        """x in the numbers of a stage; the same tensor where that is float32.
+
+        What an arithmetic made has been rounded: in the same format it stays as it is.
+        """
         assert isinstance(how, Precision)
         if how.format is None:
+            return x
+        if made is not None and made.sum == how.format and not how.scale and self.counters is None:
             return x
         result = how.round(x, self._stream(what) if how.needs_rng else None)
         if self.counters is not None:
