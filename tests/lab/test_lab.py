@@ -249,10 +249,19 @@ def _is_zombie(pid):
     return shown.strip().startswith("Z") or not shown.strip()
 
 
+def heeding_signals():
+    """Whatever the tests were told to ignore, as `nohup` and background jobs of a shell are."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 def hanging_lab():
     """A lab in a process of its own whose ranks are running."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", LAB_THAT_HANGS], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-u", "-c", LAB_THAT_HANGS],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=heeding_signals,
     )
     assert {process.stdout.readline(), process.stdout.readline()} == {"[0] here\n", "[1] here\n"}
     assert len(owned_by(process.pid)) == 3

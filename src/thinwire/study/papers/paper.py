@@ -25,7 +25,6 @@ class Arm:
     loss_scale: float | str | None = None  #: "1/N": losses are divided by the number of nodes
     pure: str | None = None  #: "gradients" or "activations": Dettmers' pure 8-bit mode
     recipe: str = "fp32"  #: of `thinwire.simulate.recipes`: the numbers in which layers compute
-    warm_up: int = 0  #: steps in float32 before the recipe
     update: str = "round"  #: of weights, in the recipe's precision of the optimizer; or "kahan"
     paper: float | None = None  #: accuracy that the paper prints, in per cent
 
@@ -49,7 +48,6 @@ class Table:
     warm_up: int = 0  #: steps in which the rate grows
     augment: bool = False  #: random flips and shifts
     unit: bool = False  #: pixels go from 0 to 1; else they have mean 0 and deviation 1
-    images: int = 0  #: how many of the training images; 0: all
     together: int = 1
     seeds: int = 5
     confidence: float = 0.95

@@ -78,19 +78,12 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
     """One trial, from the first weights of its seed to its record."""
     table, arm = papers.get(trial.study.removeprefix(PREFIX)).find(trial)
     images, tests = data.images(table.data)
-    if table.images:
-        images = replace(images, x=images.x[: table.images], y=images.y[: table.images])
     if table.unit:
         images, tests = (replace(each, mean=0.0, deviation=255.0) for each in (images, tests))
     torch.manual_seed(trial.seed)
     net = networks.get(table.network, images.shape, images.classes)
-    recipe = recipes.get(arm.recipe)
     if arm.recipe != "fp32":
-        simulate.convert(net, "fp32" if arm.warm_up else recipe, seed=trial.seed, tell=None)
-
-    def each_step(step: int, model: nn.Module) -> None:
-        if arm.warm_up and step + 1 == arm.warm_up:
-            simulate.convert(model, recipe, seed=trial.seed, tell=None)
+        simulate.convert(net, arm.recipe, seed=trial.seed, tell=None)
 
     began = time.perf_counter()
     done = simulate.train(
@@ -109,7 +102,6 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         together=table.together,
         seed=trial.seed,
         device=device,
-        each_step=each_step,
         tell=tell,
     )
     return _record(trial, table, net, done, time.perf_counter() - began, device)
