@@ -109,12 +109,14 @@ def _resnet(shape: Shape, classes: int, widths: tuple[int, ...], blocks: int) ->
         nn.GroupNorm(GROUPS, widths[0]),
         nn.ReLU(),
     ]
-    before = widths[0]
+    before, sides = widths[0], shape[1:]
     for place, width in enumerate(widths):
         for block in range(blocks):
             layers.append(_Block(before, width, 2 if place and not block else 1))
             before = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+        sides = tuple((side + 1) // 2 for side in sides) if place else sides
+    # Not AdaptiveAvgPool2d, which torch.func.vmap runs one by one.
+    return nn.Sequential(*layers, nn.AvgPool2d(sides), nn.Flatten(), nn.Linear(before, classes))
 
 
 NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
