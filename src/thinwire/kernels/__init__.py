@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.errors import InputError, MissingDependencyError
 from thinwire.kernels.gemm_params import GemmParams
+from thinwire.kernels.gemm_quire import Extent
 from thinwire.kernels.onebit_reference import SignPlan
 from thinwire.kernels.params import BlockParams, Params, WirePlan
 from thinwire.kernels.reference import Key, code_dtype, stream_words
@@ -92,10 +93,15 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
         _module("gemm_cpu", "gemm_cuda", a.device).gemm(p, a, b, out, key)
 
 
-def exact_gemm(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
-    """The same with exact sums, rounded to float32 at the end, to nearest even or to odd: `gemm_exact`."""
+def exact_gemm(
+    a: Tensor, b: Tensor, out: Tensor, *, odd: bool, extents: tuple[Extent, Extent] | None = None
+) -> None:
+    """The same with exact sums, rounded to float32 at the end, to nearest even or to odd: `gemm_exact`.
+
+    `extents` are where bits of a and b may lie, if that is known: a GPU then need not look.
+    """
     if out.numel():
-        _module("gemm_cpu", "gemm_cuda", a.device).exact(a, b, out, odd=odd)
+        _module("gemm_cpu", "gemm_cuda", a.device).exact(a, b, out, odd=odd, extents=extents)
 
 
 def tally(x: Tensor, y: Tensor, bounds: Tensor, row: Tensor) -> None:

@@ -47,8 +47,18 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
     _run([partial(loop, *arrays, span, *chunk, *ways) for span in _spans(out, a.shape[-1])])
 
 
-def exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
-    """The same with one rounding at the end, to nearest even or to odd; see `gemm_exact`."""
+def exact(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    odd: bool,
+    extents: tuple[gemm_quire.Extent, gemm_quire.Extent] | None = None,  # noqa: ARG001
+) -> None:
+    """The same with one rounding at the end, to nearest even or to odd; see `gemm_exact`.
+
+    Numbers are looked at even if their `extents` are known: often fewer levels do.
+    """
     a, b = a.contiguous(), b.contiguous()
     window = gemm_quire.window(_extent(a), _extent(b), a.shape[-1])
     if window is None:

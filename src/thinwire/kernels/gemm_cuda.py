@@ -45,21 +45,35 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
             _run(p, p.quick, a, b.contiguous(), out)
 
 
-def exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
+def exact(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    odd: bool,
+    extents: tuple[gemm_quire.Extent, gemm_quire.Extent] | None = None,
+) -> None:
     """The same with one rounding at the end, to nearest even or to odd; see `gemm_exact`.
 
-    The host waits for the device once, to see which window holds the sums.
+    Where `extents` are not known, the host waits for the device once, to see which window holds the sums.
     """
     if out.device.index == torch.cuda.current_device():
-        _exact(a, b.contiguous(), out, odd=odd)
+        _exact(a, b.contiguous(), out, odd, extents)
     else:
         with torch.cuda.device(out.device):
-            _exact(a, b.contiguous(), out, odd=odd)
+            _exact(a, b.contiguous(), out, odd, extents)
 
 
-def _exact(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
+def _exact(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    odd: bool,
+    extents: tuple[gemm_quire.Extent, gemm_quire.Extent] | None,
+) -> None:
     across = a.transpose(-1, -2).contiguous()
-    left, right = _extents(across, b)
+    known = extents and gemm_quire.window(*extents, a.shape[-1])
+    left, right = extents if extents and known else _extents(across, b)
     window = gemm_quire.window(left, right, a.shape[-1])
     if window is None:
         gemm_exact.gemm(a, b, out, odd=odd)

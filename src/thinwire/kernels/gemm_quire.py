@@ -53,6 +53,9 @@ carries done once, and (5) is about the exact sum only: the result has the same 
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 NO_FIELD = 1 << 10  # more than any lowest bit: there are only zeros
 SPECIAL_FIELD = 255  # of infinities and NaN
 
@@ -65,6 +68,22 @@ class Extent:
         int  #: least exponent field, 1 at least, plus the place (0 to 23) of the lowest bit; zeros left out
     )
     highest: int  #: greatest exponent field, 1 at least
+
+
+def extent_of(numbers: Tensor) -> Extent:
+    """Of finite float32 numbers.
+
+    >>> extent_of(torch.tensor([0.0, 0.75, 4.0]))
+    Extent(lowest=148, highest=129)
+    """
+    pattern = numbers[numbers != 0].contiguous().view(torch.int32) & 0x7FFFFFFF
+    if not len(pattern):
+        return Extent(NO_FIELD, 1)
+    field = pattern >> 23
+    size = torch.where(field > 0, pattern & 0x7FFFFF | 0x800000, pattern)
+    place = torch.frexp((size & -size).double())[1] - 1
+    field = field.clamp(min=1)
+    return Extent(int((field + place).min()), int(field.max()))
 
 
 @dataclass(frozen=True)

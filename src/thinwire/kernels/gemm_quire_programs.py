@@ -93,7 +93,8 @@ def _rounded(s0, s1, s2, u1, u2, LEVELS: tl.constexpr, ODD: tl.constexpr):
         wrong = (back != z) & ((bits & 1) == 0)
         bits += tl.where(wrong, tl.where(tl.abs(back) < tl.abs(z), 1, -1), 0)
         f = bits.to(tl.float32, bitcast=True)
-    return f
+    bits = tl.where(z == z, f.to(tl.int32, bitcast=True), 0x7FC00000)  # one NaN, as everywhere
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["K", "span", "u1", "u2"])

@@ -50,7 +50,7 @@ def combine(
         for wire, seat, out in zip(wires, seats, outs, strict=True):
             combine([wire], [seat], [out], order=order, kahan=kahan)
         return
-    units = [_unit(seat).to(out.device) for seat, out in zip(seats, outs, strict=True)]
+    units = [_unit(seat, out.device) for seat, out in zip(seats, outs, strict=True)]
     parts = list(zip(wires, seats, units, outs, strict=True))
 
     def decoded(first: int, last: int) -> Tensor:
@@ -162,11 +162,9 @@ def _rounding(seat: Seat) -> Round:
     return lambda values: values.to(codec.torch_dtype).float()  # type: ignore[attr-defined]
 
 
-def _unit(seat: Seat) -> Tensor:
+def _unit(seat: Seat, device: torch.device) -> Tensor:
     """The shared scale, a power of two; plain casts have none."""
     if seat.shared is None:
-        return torch.ones(1)
-    exponent = seat.shared.int() - 127
-    return torch.where(
-        seat.shared == 255, torch.nan, torch.ldexp(torch.ones(1, device=exponent.device), exponent)
-    )
+        return torch.ones(1, device=device)
+    exponent = seat.shared.to(device).int() - 127
+    return torch.where(seat.shared == 255, torch.nan, torch.ldexp(torch.ones(1, device=device), exponent))

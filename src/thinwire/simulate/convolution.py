@@ -135,7 +135,7 @@ class _Convolution(torch.autograd.Function):
             dw = site.gradient(dw, "gradient", site.back)
         if wanted[2]:
             rows = e.transpose(0, 1).flatten(1).t()
-            db = site.total(rows, site.back, "bias_gradient")
+            db = site.total(rows, site.back, "bias_gradient", "B")
             db = site.gradient(db, "bias_gradient", site.back)
         return dx, dw, db, None, None
 
@@ -156,7 +156,7 @@ def _forward(site: Site, geometry: Geometry, x: Tensor, weight: Tensor) -> Tenso
                 geometry.groups,
             )
     windows = _windows(plain.pad(x, geometry.pads), weight.shape[2:], geometry.stride, geometry.dilation)
-    y = site.product(_rows(windows, geometry.groups), _kernels(weight, geometry), site.ahead, "output")
+    y = site.product(_rows(windows, geometry.groups), _kernels(weight, geometry), site.ahead, "output", "FF")
     return _images(y, x.shape[0], windows.shape[2 : weight.ndim])
 
 
@@ -167,7 +167,7 @@ def _gradient(site: Site, geometry: Geometry, e: Tensor, x: Tensor, weight: Tens
     windows = _windows(plain.pad(x, geometry.pads), weight.shape[2:], geometry.stride, geometry.dilation)
     left = e.unflatten(1, (geometry.groups, -1)).movedim(0, 2).flatten(2)  # [groups, out, batch * places]
     rows = _rows(windows, geometry.groups)
-    return site.product(left, rows, site.back, "gradient").view(weight.shape)
+    return site.product(left, rows, site.back, "gradient", "BF").view(weight.shape)
 
 
 def _input_error(site: Site, geometry: Geometry, e: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -179,7 +179,7 @@ def _input_error(site: Site, geometry: Geometry, e: Tensor, weight: Tensor, shap
     turned = weight.flip(tuple(range(2, weight.ndim))).unflatten(0, (geometry.groups, -1))
     kernels = turned.transpose(1, 2).flatten(3).flatten(0, 1)  # [groups * in, out, places]
     kernels = kernels.unflatten(0, (geometry.groups, -1)).flatten(2).mT  # [groups, out * places, in]
-    dx = site.product(_rows(windows, geometry.groups), kernels, site.back, "input_error")
+    dx = site.product(_rows(windows, geometry.groups), kernels, site.back, "input_error", "BB")
     return _images(dx, shape[0], shape[2:])
 
 

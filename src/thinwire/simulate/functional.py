@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         bq = None if bias is None else site.forward(bias, "bias")
         ctx.site = site
         ctx.save_for_backward(xq, wq, weight)
-        y = site.product(xq.reshape(-1, x.shape[-1]), wq.t(), site.ahead, "output")
+        y = site.product(xq.reshape(-1, x.shape[-1]), wq.t(), site.ahead, "output", "FF")
         y = site.forward(site.plus(y, bq, site.ahead, "output"), "output", site.ahead)
         return unshared(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -94,13 +94,13 @@ class _Linear(torch.autograd.Function):
         e = site.backward(dy, "error").reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if wanted[0]:
-            dx = site.product(e, site.again(weight, wq, "error_weight"), site.back, "input_error")
+            dx = site.product(e, site.again(weight, wq, "error_weight"), site.back, "input_error", "BB")
             dx = site.backward(dx, "input_error", site.back).view(xq.shape)
         if wanted[1]:
-            dw = site.product(e.t(), xq.reshape(-1, xq.shape[-1]), site.back, "gradient")
+            dw = site.product(e.t(), xq.reshape(-1, xq.shape[-1]), site.back, "gradient", "BF")
             dw = site.gradient(dw, "gradient", site.back)
         if wanted[2]:
-            db = site.total(e, site.back, "bias_gradient")
+            db = site.total(e, site.back, "bias_gradient", "B")
             db = site.gradient(db, "bias_gradient", site.back)
         return dx, dw, db, None
 

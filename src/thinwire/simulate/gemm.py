@@ -35,6 +35,7 @@ NaN in the result is 0x7FC00000. Stochastic rounding draws from streams derived 
 and each rounding in that step. CPU and GPU return the same bits, whatever the format.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -46,10 +47,13 @@ from thinwire.errors import FormatError, InputError
 from thinwire.formats import Format
 from thinwire.formats.base import MODES
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, SEQUENTIAL, GemmParams
+from thinwire.kernels.gemm_quire import Extent, extent_of
 from thinwire.kernels.params import FloatParams, GridParams, Params
 from thinwire.rounding import Rounding, Stream
 
 ORDERS = {"sequential": SEQUENTIAL, "fp32": SEQUENTIAL, "pairwise": PAIRWISE, "kahan": KAHAN}
+Within = tuple[Format | None, Format | None]
+LISTED_BITS = 16  # of formats whose numbers are listed
 EXACT_BITS = 22  # significant bits of a format that can be rounded to by way of float32, rounded to odd
 
 
@@ -113,12 +117,20 @@ class Arithmetic:
 
 
 def matmul(
-    a: Tensor, b: Tensor, arithmetic: Arithmetic, *, rng: Stream | None = None, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    arithmetic: Arithmetic,
+    *,
+    rng: Stream | None = None,
+    out: Tensor | None = None,
+    within: Within | None = None,
 ) -> Tensor:
     """The product of two matrices, or of batches of them, computed as `arithmetic` says.
 
     Shapes are [..., M, K] and [..., K, N]; leading dimensions are equal or broadcast. `rng` is needed by
-    stochastic rounding and refused by the others. Nothing is recorded for autograd.
+    stochastic rounding and refused by the others. Nothing is recorded for autograd. `within` are formats that
+    the numbers in a and b are known to be of, and None for either that is not: the host then need not wait
+    for a GPU to look, which exact sums ask for. Numbers that are not of them give wrong sums.
 
     >>> ones = torch.ones(1, 5000)
     >>> matmul(ones, ones.t(), Arithmetic(sum="e5m10"))
@@ -140,21 +152,39 @@ def matmul(
         result.zero_()
     elif result.numel():
         left, right = _batched(_plain(a), _plain(b), shape[:-2])
-        _compute(arithmetic, left, right, result.view(left.shape[0], left.shape[1], shape[-1]), key)
+        room = result.view(left.shape[0], left.shape[1], shape[-1])
+        _compute(arithmetic, left, right, room, key, within)
     return buffers.deliver(result, target)
 
 
-def _compute(how: Arithmetic, a: Tensor, b: Tensor, out: Tensor, key: kernels.Key | None) -> None:
+def _compute(
+    how: Arithmetic, a: Tensor, b: Tensor, out: Tensor, key: kernels.Key | None, within: Within | None
+) -> None:
     mode = MODES[Rounding(how.rounding)]
     total = how._params(how.sum)
     if how.order == "exact":
-        kernels.exact_gemm(a, b, out, odd=total is not None)
+        extents = _extents(within) if within else None
+        kernels.exact_gemm(a, b, out, odd=total is not None, extents=extents)
         if total is not None:
             kernels.round(total, out.view(-1), out.view(-1), mode, key)  # in place: element by element
     else:
         order, chunk = _order(how.order)
         product, offset = how._params(how.product), _offset(how.multiply)
         kernels.gemm(GemmParams(product, total, mode, order, chunk, offset), a, b, out, key)
+
+
+def _extents(within: Within) -> tuple[Extent, Extent] | None:
+    one, other = (None if each is None else _extent(each) for each in within)
+    return None if one is None or other is None else (one, other)
+
+
+@functools.cache
+def _extent(format: Format) -> Extent | None:
+    """Where the bits of a format's numbers lie; None if there are too many to look at, or infinities."""
+    if format.bits > LISTED_BITS:
+        return None
+    numbers = torch.from_numpy(format._table)
+    return None if numbers.isinf().any() else extent_of(numbers[numbers.isfinite()])
 
 
 def _order(order: str) -> tuple[int, int]:

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from thinwire import formats
 from thinwire.errors import InputError
+from thinwire.formats import Format
 from thinwire.rounding import Rounding, Stream
 from thinwire.simulate.counters import Counters
 from thinwire.simulate.gemm import Arithmetic, matmul
 from thinwire.simulate.precision import Precision
 from thinwire.simulate.stages import Stages
+
+ONES = Precision(formats.get("fixed2.0"))
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,15 @@ class Site:
         assert not isinstance(how, str)
         return how
 
-    def product(self, a: Tensor, b: Tensor, how: Arithmetic | None, what: str) -> Tensor:
-        """[..., M, K] times [..., K, N]."""
+    def product(self, a: Tensor, b: Tensor, how: Arithmetic | None, what: str, of: str = "") -> Tensor:
+        """[..., M, K] times [..., K, N]; `of` are the stages that operands are known to be rounded for, "BF"
+        for backward and forward, with 1 for ones.
+        """
         if how is None:
             with unautocast(a.device):
                 return torch.matmul(a, b)
-        return matmul(a, b, how, rng=self._draws(how, f"{what}*"))
+        within = (self._kind(of[0]), self._kind(of[1])) if of else None
+        return matmul(a, b, how, rng=self._draws(how, f"{what}*"), within=within)
 
     def plus(self, a: Tensor, b: Tensor | None, how: Arithmetic | None, what: str) -> Tensor:
         """a + b, rounded as sums are."""
@@ -107,12 +113,19 @@ class Site:
             return total
         return formats.get(how.sum).round(total, how.rounding, self._draws(how, f"{what}+"))
 
-    def total(self, rows: Tensor, how: Arithmetic | None, what: str) -> Tensor:
+    def total(self, rows: Tensor, how: Arithmetic | None, what: str, of: str = "") -> Tensor:
         """The sum of the rows of [..., M, N], added up as products are; nothing is multiplied."""
         if how is None:
             return rows.sum(-2)
         adding = replace(how, product=None, multiply="exact")
-        return self.product(rows.new_ones(1, rows.shape[-2]), rows, adding, what).squeeze(-2)
+        ones = rows.new_ones(1, rows.shape[-2])
+        return self.product(ones, rows, adding, what, f"1{of}" if of else "").squeeze(-2)
+
+    def _kind(self, stage: str) -> Format | None:
+        """The format of numbers that were rounded for a stage; None: any float32 number."""
+        how = {"F": self.stages.forward, "B": self.stages.backward, "1": ONES}[stage]
+        assert isinstance(how, Precision)
+        return None if how.scale else how.format
 
     def _draws(self, how: Arithmetic, what: str) -> Stream | None:
         return self._stream(what) if how.rounding == Rounding.STOCHASTIC else None

@@ -58,6 +58,7 @@ class Rounded(Optimizer):
     """
 
     counters: Counters | None = None
+    repeatable = True  #: nothing but tensors and options decides what a step does, where nothing is random
 
     def __init__(self, params: Any, defaults: dict[str, Any], kept: Kept) -> None:
         if unknown := [name for name in kept if name not in Kept.__annotations__]:
@@ -135,6 +136,12 @@ class Rounded(Optimizer):
     ) -> tuple[Tensor, float]:
         """Where weights go, and how far: their update is -rate times direction."""
         raise NotImplementedError
+
+    @property
+    def repeats(self) -> bool:
+        """Whether steps with the same options do the same: they can be recorded."""
+        random = any(group[name].needs_rng for group in self.param_groups for name in PRECISIONS)
+        return self.repeatable and not random and self.counters is None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and tensors."""
@@ -251,6 +258,8 @@ class Adam(Rounded):
     tensor([0.8984])
     """
 
+    repeatable = False  # the number of the step is part of it
+
     def __init__(
         self,
         params: Any,
@@ -280,7 +289,7 @@ def _kahan(weight: Tensor, update: Tensor, state: dict[str, Any], keep: Precisio
     lost = state.get("compensation")
     y = keep.round(update if lost is None else update - lost)
     changed = keep.round(weight + y)
-    state["compensation"] = keep.round(keep.round(changed - weight) - y)
+    _store(state, "compensation", keep.round(keep.round(changed - weight) - y))
     return changed
 
 
@@ -288,8 +297,14 @@ def _keep(state: dict[str, Any], part: str, x: Tensor, group: dict[str, Any], na
     """A number of the optimizer's own, rounded; kept as a tensor of its own."""
     rng = Stream(group["seed"], step=state["step"], tensor=f"{name}/{part}")
     rounded = group["state"].round(x, rng)
-    state[part] = rounded.clone() if rounded is x else rounded
-    return state[part]
+    return _store(state, part, rounded.clone() if rounded is x and part not in state else rounded)
+
+
+def _store(state: dict[str, Any], part: str, x: Tensor) -> Tensor:
+    """In the tensor that is there, if there is one: its place in memory stays."""
+    kept: Tensor = state[part].copy_(x) if part in state else x
+    state[part] = kept
+    return kept
 
 
 def _mean(

@@ -109,14 +109,15 @@ def _resnet(shape: Shape, classes: int, widths: tuple[int, ...], blocks: int) ->
         nn.GroupNorm(GROUPS, widths[0]),
         nn.ReLU(),
     ]
-    before, sides = widths[0], shape[1:]
+    before, height, across = widths[0], *shape[1:]
     for place, width in enumerate(widths):
         for block in range(blocks):
             layers.append(_Block(before, width, 2 if place and not block else 1))
             before = width
-        sides = tuple((side + 1) // 2 for side in sides) if place else sides
+        if place:
+            height, across = (height + 1) // 2, (across + 1) // 2
     # Not AdaptiveAvgPool2d, which torch.func.vmap runs one by one.
-    return nn.Sequential(*layers, nn.AvgPool2d(sides), nn.Flatten(), nn.Linear(before, classes))
+    return nn.Sequential(*layers, nn.AvgPool2d((height, across)), nn.Flatten(), nn.Linear(before, classes))
 
 
 NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {

@@ -18,7 +18,7 @@ from thinwire import data, simulate
 from thinwire.bench import machine
 from thinwire.policy import Policy, Rule
 from thinwire.runtimes.trace import trace
-from thinwire.simulate import recipes, update
+from thinwire.simulate import recipes, recorded, update
 from thinwire.simulate.layers import simulated
 from thinwire.study import networks, papers
 from thinwire.study.papers.paper import FULL, PREFIX, QUICK, Arm, Table
@@ -85,21 +85,23 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
     if arm.recipe != "fp32":
         simulate.convert(net, arm.recipe, seed=trial.seed, tell=None)
 
+    loss, wire = _loss(arm, trial.seed), _wire(arm, table, net)
     began = time.perf_counter()
     done = simulate.train(
         net,
         images,
         tests=tests,
         nodes=table.nodes,
-        wire=_wire(arm, table, net),
+        wire=wire,
         schedule=arm.schedule,
         plan=_plan(table),
         optimizer=_optimizer(table, arm, net, trial.seed),
-        loss=_loss(arm, trial.seed),
+        loss=loss,
         loss_scale=1 / table.nodes if arm.loss_scale == "1/N" else arm.loss_scale,
         pure=arm.pure,
         augment=_augment if table.augment else None,
         together=table.together,
+        recorded=recorded.obstacle(torch.device(device), net, loss, wire) is None,
         seed=trial.seed,
         device=device,
         tell=tell,
