@@ -116,7 +116,7 @@ def scales(scaling: Scaling, u: Tensor, block: int, limit: float, world: int = 1
 
 
 def _number(value: float, like: Tensor) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=like.device)
+    return torch.full((), value, dtype=torch.float32, device=like.device)  # no copy from the host
 
 
 def _reach(scaling: Scaling, padded: Tensor, magnitude: Tensor, numel: int) -> Tensor:

@@ -74,7 +74,7 @@ def test_what_rounds_at_random_cannot_be_recorded():
     with pytest.raises(InputError, match="rounds at random"):
         trained("mlp", True, recipe="gupta/4.12~sr+exact")
     with pytest.raises(InputError, match="rounds at random"):
-        trained("mlp", True, nodes=2, wire="qsgd/4")
+        trained("mlp", True, nodes=2, wire="qsgd4")
 
 
 @pytest.mark.parametrize("name", ["posit8_2", "posit5_2", "fixed4.12", "float8_e4m3fn"])

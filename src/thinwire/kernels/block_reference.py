@@ -93,7 +93,7 @@ def block_scales(p: BlockParams, u: Tensor) -> tuple[Tensor, Tensor]:
     magnitude = (cut.view(torch.int32) & 0x7FFFFFFF).amax(-1)  # as integers, so that NaN wins
     largest = magnitude.view(torch.float32)
     base = torch.zeros_like(largest)
-    limit = torch.tensor(p.limit, dtype=torch.float32, device=u.device)
+    limit = torch.full((), p.limit, dtype=torch.float32, device=u.device)
     if p.rule == MINMAX:
         low, high = _cut(u, p.block, torch.inf).amin(-1), _cut(u, p.block, -torch.inf).amax(-1)
         scale, base = high / limit - low / limit, low + 0.0
@@ -120,7 +120,7 @@ def _exp2(exponent: Tensor) -> Tensor:
 
 
 def _poison(values: Tensor, bad: Tensor) -> Tensor:
-    nan = torch.tensor(CANONICAL_NAN, dtype=torch.int32, device=values.device)
+    nan = torch.full((), CANONICAL_NAN, dtype=torch.int32, device=values.device)
     return torch.where(bad, nan, values.view(torch.int32)).view(torch.float32)
 
 
@@ -208,7 +208,7 @@ def encode(
 def decode(p: BlockParams, wire: Tensor, plan: WirePlan, weight: float = 1.0) -> Tensor:
     """Wires [rows, nbytes] as float32 [rows, numel], times `weight`, which goes into the scales."""
     numel = plan.numel
-    times = torch.tensor(weight, dtype=torch.float32, device=wire.device)
+    times = torch.full((), weight, dtype=torch.float32, device=wire.device)
     scale = _spread(stored_scales(p, wire, plan) * times, p, numel)
     codes = unpack(wire, numel, p.element.bits)
     values = reference.from_codes(p.element, codes.flatten()).view(codes.shape) * scale

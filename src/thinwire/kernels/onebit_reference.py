@@ -99,7 +99,7 @@ def encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Te
 def decode(wire: Tensor, plan: SignPlan, weight: float = 1.0) -> Tensor:
     """Wires [rows, nbytes] as float32 [rows, numel], times `weight`, which goes into the two numbers."""
     blocks = -(-plan.numel // plan.block)
-    times = torch.tensor(weight, dtype=torch.float32, device=wire.device)
+    times = torch.full((), weight, dtype=torch.float32, device=wire.device)
     high = wire[:, plan.high_at : plan.high_at + 4 * blocks].contiguous().view(torch.float32) * times
     low = -high
     if plan.low_at >= 0:

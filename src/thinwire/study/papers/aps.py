@@ -43,12 +43,12 @@ LARGE = Table(
     warm_up=29, together=256,
 )  # fmt: skip
 CIFAR = Table(
-    "8 nodes, CIFAR-10", "cifar10", "resnet8", EIGHT[:6], 8, 1400, 64, 0.2,
+    "8 nodes, CIFAR-10", "cifar10", "resnet8", EIGHT[:6], 8, 1200, 64, 0.2,
     weight_decay=5e-4, warm_up=100, augment=True, together=8,
 )  # fmt: skip
 CIFAR_LARGE = Table(
-    "256 nodes, CIFAR-10", "cifar10", "resnet8", (*MANY[:7], MANY[8]), 256, 360, 16, 0.8,
-    weight_decay=5e-4, warm_up=36, augment=True, together=256,
+    "256 nodes, CIFAR-10", "cifar10", "resnet8", (*MANY[:7], MANY[8]), 256, 400, 8, 0.4,
+    weight_decay=5e-4, warm_up=40, augment=True, together=256,
 )  # fmt: skip
 DIGITS = Table(
     "8 nodes, digits", "digits", "mlp", (*EIGHT[:4], EIGHT[5]), 8, 60, 16, 0.05, together=8, seeds=2
