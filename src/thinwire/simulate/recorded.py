@@ -9,6 +9,7 @@ The first step with a key is run as usual, the second is recorded, and all furth
 is whatever may change what a step does: routes of tensors, the loss scale, the learning rate.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -93,8 +94,13 @@ class Replay:
     def _record(self, given: Sequence[Tensor]) -> None:
         self._given = [each.clone() for each in given]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            self._result = self.function(*self._given)
+        gc.collect()
+        gc.disable()  # a graph of an earlier run that is thrown away meanwhile would spoil this one
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
+                self._result = self.function(*self._given)
+        finally:
+            gc.enable()
         self._graph = graph
 
 
