@@ -236,7 +236,7 @@ def reproduction(name: str) -> str:
     if not path.exists():
         return "\n\n".join((*parts, f"Not run at full length yet; `thinwire simulate {name}` does."))
     record = json.loads(path.read_text())
-    on = record["machine"]["gpu" if record["device"] == "cuda" else "processor"]
+    on = record["machine"].get("gpu" if record["device"] == "cuda" else "processor", "several machines")
     parts.append(f"`thinwire simulate {name}`; {on}, {record['date'][:10]}, commit `{record['commit']}`.")
     if record["claims"]:
         parts.append(table(list(judge.CLAIMS), [list(row) for row in judge.claims(record)]))

@@ -180,3 +180,18 @@ def check(exact, near, odd):
     assert odd.view(torch.int32).item() % 2 == 1
     below, above = (Fraction(torch.nextafter(odd, torch.tensor(to)).item()) for to in (-INF, INF))
     assert below < exact < above
+
+
+@pytest.mark.parametrize("name", ["posit8_2", "posit16_2", "fixed4.12", "float8_e4m3fn", "e2m1", "int8"])
+def test_an_extent_is_where_bits_lie(name):
+    numbers = formats.get(name).values()
+    extent = gemm_quire.extent_of(numbers)
+    sizes = [Fraction(float(each)) for each in numbers if each]
+    assert all(each % Fraction(2) ** (extent.lowest - 150) == 0 for each in sizes)
+    assert any(each % Fraction(2) ** (extent.lowest - 149) for each in sizes)
+    assert max(map(abs, sizes)) < Fraction(2) ** (extent.highest - 126)
+    assert max(map(abs, sizes)) >= Fraction(2) ** (extent.highest - 127)
+
+
+def test_without_numbers_but_zero_the_lowest_bit_is_above_all():
+    assert gemm_quire.extent_of(torch.zeros(3)) == gemm_quire.Extent(gemm_quire.NO_FIELD, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as plain
 
-from thinwire import InputError, Stream, formats, simulate
+from thinwire import FormatError, InputError, Stream, formats, simulate
 from thinwire.simulate import Arithmetic, Counters, Precision, Stages, convolution, functional, layers
 from thinwire.simulate.site import Site
 
@@ -525,3 +525,32 @@ def test_batches_of_nothing_pass_through_convolutions(how):
 def test_a_target_of_another_shape_is_refused(logits, target):
     with pytest.raises(InputError, match=r"logits .* need a target of shape"):
         functional.cross_entropy(torch.zeros(logits), torch.zeros(target, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("how", [None, Arithmetic(sum="fixed3.5", order="exact")], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_errors_stop_where_results_were_cut_off_if_asked(kind, how):
+    stages = Stages("fixed3.5", None, None, arithmetic=how, clipped=True)
+    torch.manual_seed(0)
+    made = nn.Linear(6, 5) if kind == "linear" else nn.Conv2d(2, 5, 3)
+    x = (torch.randn(9, 6) if kind == "linear" else torch.randn(2, 2, 6, 6)) * 5
+    x.requires_grad_()
+    made.weight.data.mul_(3)
+    layer = layers.simulated(made, stages)
+    y = layer(x)
+    dy = torch.randn(y.shape)
+    cut = (y >= 3.96875) | (y <= -4)
+    assert 0 < cut.sum() < cut.numel()
+    y.backward(dy)
+    found = [x.grad, layer.weight.grad, layer.bias.grad]
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    layer.stages = replace(stages, clipped=False)
+    layer(x).backward(torch.where(cut, 0.0, dy))
+    for one, other in zip(found, [x.grad, layer.weight.grad, layer.bias.grad], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_formats_with_ends_can_be_clipped():
+    for forward in (None, "int8~fit"):
+        with pytest.raises(FormatError, match="no fixed ends"):
+            Stages(forward, clipped=True)

@@ -379,3 +379,43 @@ def test_a_loss_scale_loaded_with_a_shorter_interval_still_grows():
     scaling.load_state_dict(saved.state_dict())
     scaling.update(True)
     assert scaling.scale == 16
+
+
+def test_gradients_may_be_sums_that_are_divided_and_rounded():
+    posit = formats.get("posit8_2")
+    weight, given = some(40), some(40, seed=1) * 30
+    parameter = nn.Parameter(weight.clone())
+    optimizer = SGD([parameter], 0.25, keep="posit16_2", gradient="posit8_2", sum_of=64)
+    parameter.grad = given.clone()
+    optimizer.step()
+    long = formats.get("posit16_2")
+    expected = long.round(long.round(weight) + posit.round(given / 64) * -0.25)
+    assert torch.equal(parameter.detach(), expected)
+    assert torch.equal(parameter.grad, given)
+    assert optimizer.state_dict()["param_groups"][0]["gradient"] == "posit8_2"
+    with pytest.raises(InputError, match="sum_of"):
+        SGD([parameter], 0.1, sum_of=-1)
+
+
+def test_numbers_of_an_optimizer_stay_where_they_are():
+    parameters, optimizer = run(lambda p: SGD(p, 0.1, 0.9, keep="bfloat16", update="kahan"), steps=1)
+    places = [
+        each.data_ptr()
+        for state in optimizer.state.values()
+        for each in (state["momentum"], state["compensation"])
+    ]
+    go(parameters, optimizer, range(1, 3))
+    assert places == [
+        each.data_ptr()
+        for state in optimizer.state.values()
+        for each in (state["momentum"], state["compensation"])
+    ]
+
+
+def test_what_repeats_can_be_recorded():
+    parameter = nn.Parameter(some(3))
+    assert SGD([parameter], 0.1, 0.9).repeats
+    assert RMSprop([parameter], 0.1).repeats
+    assert not Adam([parameter]).repeats
+    assert not SGD([parameter], 0.1, keep="bfloat16~sr").repeats
+    assert not SGD([parameter], 0.1, counters=Counters()).repeats

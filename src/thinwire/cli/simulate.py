@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from thinwire.study.papers import Paper, Table
 
 Name = Annotated[str | None, typer.Argument(help="Which reproduction; without it, all are listed.")]
+Titles = Annotated[list[str] | None, typer.Option("--table", help="Only tables with this in their title.")]
 Arms = Annotated[list[str] | None, typer.Option("--arm", help="Only these lines of the tables.")]
 
 
 def simulate(  # noqa: PLR0913
     name: Name = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small data, few steps: a minute or less.")] = False,
-    table: Annotated[str | None, typer.Option(help="Only tables with this in their title.")] = None,
+    titles: Titles = None,
     arms: Arms = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of every arm.", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Only this seed.", min=0)] = None,
@@ -47,11 +48,12 @@ def simulate(  # noqa: PLR0913
     tables = [
         each
         for each in paper.sized(papers.QUICK if quick else papers.FULL)
-        if table is None or table.lower() in each.title.lower()
+        if titles is None or any(part.lower() in each.title.lower() for part in titles)
     ]
     if not tables:
-        titles = "; ".join(each.title for each in paper.sized(papers.QUICK if quick else papers.FULL))
-        raise InputError(f"no table of {name} has '{table}' in its title; there are: {titles}")
+        known = "; ".join(each.title for each in paper.sized(papers.QUICK if quick else papers.FULL))
+        given = "' or '".join(titles or ())
+        raise InputError(f"no table of {name} has '{given}' in its title; there are: {known}")
     trials = _trials(paper, tables, arms, seeds, seed)
     records = _records(tables, trials, store, device, jobs, fresh)
     used = sorted({str(each.environment["device"]) for each in records})  # some may be kept from before

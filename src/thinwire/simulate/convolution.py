@@ -114,18 +114,19 @@ class _Convolution(torch.autograd.Function):
         xq, wq = site.forward(x, "input"), site.forward(weight, "weight")
         bq = None if bias is None else site.forward(bias, "bias")
         ctx.site, ctx.geometry = site, geometry
-        ctx.save_for_backward(xq, wq, weight)
         y = _forward(site, geometry, xq, wq)
         if bq is not None:
             y = site.plus(y, bq.view(-1, *[1] * (y.ndim - 2)), site.ahead, "output")
-        return site.forward(y, "output", site.ahead)
+        y = site.forward(y, "output", site.ahead)
+        ctx.save_for_backward(xq, wq, weight, site.cut(y))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        xq, wq, weight = ctx.saved_tensors
+        xq, wq, weight, cut = ctx.saved_tensors
         site, wanted = ctx.site, ctx.needs_input_grad
-        e = site.backward(dy, "error")
+        e = site.error(dy, cut)
         dx = dw = db = None
         if wanted[0]:
             dx = _input_error(site, ctx.geometry, e, site.again(weight, wq, "error_weight"), xq.shape)

@@ -4,6 +4,7 @@ F, B, G and L are rounding to `stages.forward`, `backward`, `gradient` and `loss
 computed as `stages.arithmetic` says, or, on the way back, `stages.backward_arithmetic`; S is rounding to the
 format of its sums. Whatever is not a matrix product is computed in float32 and then rounded. The derivative
 of rounding is taken as one (straight-through). dy is the gradient that comes in, e the error made of it.
+With `stages.clipped` dy is first set to zero where y is one of the ends of F's format: `linear` and `conv`.
 
 | function | forward | backward |
 |---|---|---|
@@ -81,17 +82,17 @@ class _Linear(torch.autograd.Function):
         xq, wq = site.forward(x, "input"), site.forward(weight, "weight")
         bq = None if bias is None else site.forward(bias, "bias")
         ctx.site = site
-        ctx.save_for_backward(xq, wq, weight)
         y = site.product(xq.reshape(-1, x.shape[-1]), wq.t(), site.ahead, "output", "FF")
         y = site.forward(site.plus(y, bq, site.ahead, "output"), "output", site.ahead)
+        ctx.save_for_backward(xq, wq, weight, site.cut(y))
         return unshared(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        xq, wq, weight = ctx.saved_tensors
+        xq, wq, weight, cut = ctx.saved_tensors
         site, wanted = ctx.site, ctx.needs_input_grad
-        e = site.backward(dy, "error").reshape(-1, dy.shape[-1])
+        e = site.error(dy.reshape(-1, dy.shape[-1]), cut)
         dx = dw = db = None
         if wanted[0]:
             dx = site.product(e, site.again(weight, wq, "error_weight"), site.back, "input_error", "BB")

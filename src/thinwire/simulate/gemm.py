@@ -181,10 +181,7 @@ def _extents(within: Within) -> tuple[Extent, Extent] | None:
 @functools.cache
 def _extent(format: Format) -> Extent | None:
     """Where the bits of a format's numbers lie; None if there are too many to look at, or infinities."""
-    if format.bits > LISTED_BITS:
-        return None
-    numbers = torch.from_numpy(format._table)
-    return None if numbers.isinf().any() else extent_of(numbers[numbers.isfinite()])
+    return None if format.bits > LISTED_BITS or format.has_inf else extent_of(format.values())
 
 
 def _order(order: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ takes it. `get` finds a recipe by its spec:
 | `gupta/2.14` | fixed point IL.FL everywhere, rounded once per sum | Gupta et al. 2015, arXiv 1502.02551 |
 | `gupta/2.14~sr` | the same, rounded at random | |
 | `gupta/2.14~sr+exact` | products summed exactly, as in a wide accumulator; else in float32 | |
+| `gupta/2.14~sr+exact+clip` | no error goes back to results that were cut off at the ends of the format | |
 | `mellempudi` | e5m2 at random, stored weights float16 | Mellempudi et al. 2019, arXiv 1905.12334 |
 | `positnn/8` | posits of 8 bits and es 2, rounded at every addition | Raposo et al. 2021, arXiv 2105.00053 |
 | `positnn/O12L12` | the same, but 12 bits for the stages O(ptimizer) and L(oss); likewise F, B, G | |
@@ -40,7 +41,7 @@ from thinwire.simulate.precision import Precision
 from thinwire.simulate.stages import Stages
 
 PLACES = ("*", "first", "last")
-CHAINS = "chunked/512"  #: the order of sums in posits without a quire: ours, the paper does not say
+CHAINS = "chunked/512"  #: the order of sums in posits without a quire, and of Mogami's: papers do not say
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,13 @@ def get(spec: "str | Recipe | Stages") -> Recipe:
         ) from None
 
 
-def _gupta(spec: str, whole: str, fraction: str, random: str | None, exact: str | None) -> Recipe:
+def _gupta(
+    spec: str, whole: str, fraction: str, random: str | None, exact: str | None, clip: str | None
+) -> Recipe:
     precision = Precision.of(f"fixed{whole}.{fraction}{random or ''}")
     how = Arithmetic(sum=precision.format, order="exact", rounding=precision.rounding) if exact else None
-    return Recipe(spec, Stages.uniform(precision, how), source="Gupta et al. 2015, arXiv 1502.02551")
+    stages = replace(Stages.uniform(precision, how), clipped=bool(clip))
+    return Recipe(spec, stages, source="Gupta et al. 2015, arXiv 1502.02551")
 
 
 def _positnn(spec: str, bits: str | None, parts: str | None, quire: str | None, low: str | None) -> Recipe:
@@ -150,7 +154,7 @@ def _positnn(spec: str, bits: str | None, parts: str | None, quire: str | None, 
 
 
 def _mogami(spec: str, forward: str | None, offset: str | None) -> Recipe:
-    how = Arithmetic(multiply=f"mogami{offset or ''}")
+    how = Arithmetic(multiply=f"mogami{offset or ''}", order=CHAINS)
     stages = Stages(arithmetic=how, backward_arithmetic=None if forward else how)
     return Recipe(spec, stages, source="Mogami 2020, Deep Neural Network Training without Multiplications")
 
@@ -203,7 +207,7 @@ RECIPES: dict[str, Recipe] = {
 
 #: Recipes whose specs have parameters: how such a spec looks, and what makes a recipe of it.
 FAMILIES: dict[str, tuple[str, Callable[..., Recipe]]] = {
-    "gupta/IL.FL": (r"gupta/(\d+)\.(\d+)(~sr)?(\+exact)?", _gupta),
+    "gupta/IL.FL": (r"gupta/(\d+)\.(\d+)(~sr)?(\+exact)?(\+clip)?", _gupta),
     "positnn/N": (r"positnn/(?:(\d+)|((?:[FBGOL]\d+)+))(\+quire)?(\+underflow)?", _positnn),
     "mogami": (r"mogami(/forward)?(/0(?:\.\d+)?)?", _mogami),
 }

@@ -74,6 +74,19 @@ class Site:
             self.counters.note(f"{self.name}/{what}", how.format, x, result, unit)
         return result
 
+    def cut(self, y: Tensor) -> Tensor | None:
+        """Which results lie at their format's ends, where stages are `clipped`."""
+        how = self.stages.forward
+        if not self.stages.clipped:
+            return None
+        assert isinstance(how, Precision)
+        assert how.format is not None
+        return (y <= how.format.min) | (y >= how.format.max)
+
+    def error(self, dy: Tensor, cut: Tensor | None) -> Tensor:
+        """What comes back, rounded; nothing to results that were cut off."""
+        return self.backward(dy if cut is None else dy.masked_fill(cut, 0.0), "error")
+
     def again(self, weight: Tensor, rounded: Tensor, what: str) -> Tensor:
         """A weight for the way back: rounded anew, unless that would give what there is."""
         forward, backward = self.stages.forward, self.stages.backward

@@ -41,6 +41,9 @@ class Stages:
     #: everywhere.
     arithmetic: Arithmetic | None = None
     backward_arithmetic: Arithmetic | str | None = SAME  #: of the products that make errors and gradients
+    #: Whether no error goes back to results of products that were cut off at the ends of their format.
+    #: Otherwise it does, as if they had not been.
+    clipped: bool = False
 
     def __post_init__(self) -> None:
         for name in STAGES:
@@ -51,6 +54,9 @@ class Stages:
             given = getattr(self, name)
             if given is not None and not isinstance(given, Arithmetic):
                 raise FormatError(f"{name} must be a simulate.Arithmetic or None, not {given!r}")
+        forward = Precision.of(self.forward)
+        if self.clipped and (forward.format is None or forward.scale):
+            raise FormatError(f"{forward.spec} has no fixed ends to cut off at; use clipped=False")
 
     @classmethod
     def uniform(

@@ -30,7 +30,7 @@ from thinwire.simulate.counters import Counters
 from thinwire.simulate.precision import Precision
 
 UPDATES = ("round", "kahan")
-PRECISIONS = ("keep", "state")
+PRECISIONS = ("keep", "state", "gradient")
 
 
 class Kept(TypedDict, total=False):
@@ -39,6 +39,8 @@ class Kept(TypedDict, total=False):
     keep: Precision | Format | str | None  #: of weights; bfloat16 if not given, None: float32
     state: Precision | Format | str | None  #: of the optimizer's numbers; None: that of the weights
     update: str  #: "round" or "kahan"
+    gradient: Precision | Format | str | None  #: of gradients as they are taken; None: as they come
+    sum_of: int  #: samples that gradients are sums over: they are divided by it, then rounded
     seed: int  #: of stochastic rounding
     counters: Counters | None  #: counts updates that left a weight as it was, as `name/update`
     names: Iterable[str] | None  #: of parameters, in their order; or give `model.named_parameters()`
@@ -52,6 +54,8 @@ class Rounded(Optimizer):
     | `keep` | precision of the weights: bfloat16 if not given, None for float32 |
     | `state` | precision of momentum and moments: that of the weights if not given |
     | `update` | "round", or "kahan" for compensated updates |
+    | `gradient` | precision of gradients as they are taken: as they come if not given |
+    | `sum_of` | how many samples gradients are sums over: they are divided by it, then rounded; 1 |
     | `seed` | of stochastic rounding |
     | `counters` | a `Counters`, for updates that left a weight as it was, as `name/update` |
     | `names` | of the parameters, in their order; or give `model.named_parameters()` as params |
@@ -68,6 +72,8 @@ class Rounded(Optimizer):
             "keep": kept.get("keep", "bfloat16"),
             "state": kept.get("state"),
             "update": kept.get("update", "round"),
+            "gradient": kept.get("gradient"),
+            **_checked(sum_of=kept.get("sum_of", 1)),
             "seed": kept.get("seed", 0),
         }
         names = kept.get("names")
@@ -80,6 +86,7 @@ class Rounded(Optimizer):
         group["keep"] = Precision.of(group.get("keep", self.defaults["keep"]))
         state = group.get("state", self.defaults["state"])
         group["state"] = group["keep"] if state is None else Precision.of(state)
+        group["gradient"] = Precision.of(group.get("gradient", self.defaults["gradient"]))
         update = group.get("update", self.defaults["update"])
         if update not in UPDATES:
             raise InputError(f"unknown update '{update}'; use one of: {', '.join(UPDATES)}")
@@ -118,6 +125,7 @@ class Rounded(Optimizer):
             state["step"] = 0
             weight.copy_(keep.round(weight, Stream(group["seed"], tensor=name)))
         state["step"] += 1
+        gradient = _taken(gradient, state, group, name)
         if group["weight_decay"]:
             gradient = _plus(gradient, weight, group["weight_decay"], _single(group))
         direction, rate = self._direction(gradient, state, group, name)
@@ -282,6 +290,15 @@ class Adam(Rounded):
         step = state["step"]
         root = square.sqrt() / math.sqrt(1 - second**step) + group["eps"]
         return mean / root, group["lr"] / (1 - first**step)
+
+
+def _taken(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name: str) -> Tensor:
+    """A gradient as it is used: the mean of what it is a sum of, rounded."""
+    if group["sum_of"] > 1:
+        gradient = gradient / group["sum_of"]
+    how: Precision = group["gradient"]
+    rng = Stream(group["seed"], step=state["step"], tensor=f"{name}/gradient") if how.needs_rng else None
+    return how.round(gradient, rng)
 
 
 def _kahan(weight: Tensor, update: Tensor, state: dict[str, Any], keep: Precision) -> Tensor:

@@ -154,6 +154,7 @@ def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], dev
         )
     return machine.record(
         {
+            **_circumstances(records),
             "paper": paper.name,
             "title": paper.title,
             "source": paper.source,
@@ -164,6 +165,17 @@ def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], dev
             "notes": list(paper.notes),
         }
     )
+
+
+def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
+    """Of the runs, which may be older than the result: what they have in common."""
+    found: dict[str, Any] = {"runs": len(records)}
+    for part in ("machine", "package"):
+        each = [record.environment.get(part) for record in records]
+        if each:
+            found[part] = each[0] if each[0] and all(other == each[0] for other in each) else {}
+    commits = {str(record.environment.get("commit", "unknown")) for record in records} - {"unknown"}
+    return found | ({"commit": ", ".join(sorted(commits))} if commits else {})
 
 
 HEADER = ("arm", "accuracy %", "points from fp32", "interval", "verdict", "paper %", "bytes")

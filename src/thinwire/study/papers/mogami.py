@@ -22,5 +22,8 @@ PAPER = Paper(
         Claim("so it does forward only", FASHION.title, "same", ("forward only",)),
         Claim("it trains in quick runs", DIGITS.title, "trains", ("forward and backward",), 80.0, by="us"),
     ),
-    ("The paper trains residual networks. Here only products of layers are replaced, not the optimizer's.",),
+    (
+        "The paper trains residual networks. Here only products of layers are replaced, not the optimizer's, "
+        "and sums are made in chunks of 512.",
+    ),
 )  # fmt: skip

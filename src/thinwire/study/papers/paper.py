@@ -11,6 +11,7 @@ PREFIX = "simulate/"  #: of the studies' names
 SIMULATED = "simulated"  #: the link of their trials
 FULL, QUICK = "full", "quick"
 BASE = "fp32"
+LATER = ("summed",)  #: came after records were made: said only where they are set
 UNSAID = ("title", "arms", "seeds", "confidence", "base")  #: do not decide what comes of a trial
 
 
@@ -47,6 +48,7 @@ class Table:
     halve_every: float = 0.0  #: the rate is halved after each such share of the steps; 0: falls to zero
     warm_up: int = 0  #: steps in which the rate grows
     augment: bool = False  #: random flips and shifts
+    summed: bool = False  #: gradients are sums over a batch, divided by it and rounded again; not of float32
     unit: bool = False  #: pixels go from 0 to 1; else they have mean 0 and deviation 1
     together: int = 1
     seeds: int = 5
@@ -66,7 +68,11 @@ class Table:
 
     def _variant(self, arm: Arm) -> str:
         """Of all settings, so that a record is not taken for one of a table that was changed since."""
-        said = [getattr(self, each.name) for each in fields(self) if each.name not in UNSAID]
+        said = [
+            getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in UNSAID and (each.name not in LATER or getattr(self, each.name))
+        ]
         return hashlib.sha256(repr((said, replace(arm, paper=None))).encode()).hexdigest()[:8]
 
     def arm(self, name: str) -> Arm:

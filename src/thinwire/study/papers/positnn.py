@@ -30,10 +30,30 @@ ARMS = (
     _mixed(8, 16, 16, 90.46),
 )
 FASHION = Table(
-    "Fashion-MNIST, LeNet-5", "fashion-mnist", "lenet5", ARMS, 1, 9370, 64, 1 / 16, 0.5, halve_every=0.4
+    "Fashion-MNIST, LeNet-5",
+    "fashion-mnist",
+    "lenet5",
+    ARMS,
+    1,
+    9370,
+    64,
+    1 / 16,
+    0.5,
+    halve_every=0.4,
+    summed=True,
 )
 DIGITS = Table(
-    "digits, 64-256-128-10", "digits", "mlp", (ARMS[0], ARMS[6], ARMS[9]), 1, 60, 64, 1 / 16, 0.5, seeds=2
+    "digits, 64-256-128-10",
+    "digits",
+    "mlp",
+    (ARMS[0], ARMS[6], ARMS[9]),
+    1,
+    60,
+    64,
+    1 / 16,
+    0.5,
+    summed=True,
+    seeds=2,
 )
 PAPER = Paper(
     "positnn",
@@ -62,6 +82,7 @@ PAPER = Paper(
     (
         "Stages: O optimizer, L loss, F forward, B backward, G gradient; all posits have 2 exponent bits. "
         "The paper's accuracies are those of one run each.",
-        "Network, batch, rate and its halving are those of the authors' code; first weights are torch's.",
+        "Network, batch, rate and its halving are those of the authors' code; first weights are torch's. As "
+        "there, gradients are sums over a batch, which are then divided by it and rounded again.",
     ),
 )  # fmt: skip

@@ -85,7 +85,7 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
     if arm.recipe != "fp32":
         simulate.convert(net, arm.recipe, seed=trial.seed, tell=None)
 
-    loss, wire = _loss(arm, trial.seed), _wire(arm, table, net)
+    loss, wire = _loss(table, arm, trial.seed), _wire(arm, table, net)
     began = time.perf_counter()
     done = simulate.train(
         net,
@@ -106,7 +106,13 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         device=device,
         tell=tell,
     )
+    done = _per_sample(done, table.batch) if _summed(table, arm) else done
     return _record(trial, table, net, done, time.perf_counter() - began, device)
+
+
+def _per_sample(done: simulate.Trained, batch: int) -> simulate.Trained:
+    """With losses that are means over a batch."""
+    return replace(done, points=tuple(replace(each, loss=each.loss / batch) for each in done.points))
 
 
 def _wire(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
@@ -121,10 +127,16 @@ def _wire(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
     return Policy(arm.name, (*wide, Rule(arm.wire, arm.schedule)))
 
 
-def _loss(arm: Arm, seed: int) -> Callable[..., Tensor]:
+def _loss(table: Table, arm: Arm, seed: int) -> Callable[..., Tensor]:
     if arm.recipe == "fp32":
         return nn.functional.cross_entropy
-    return simulated(nn.CrossEntropyLoss(), recipes.get(arm.recipe).stages, seed=seed, name="loss")
+    loss = nn.CrossEntropyLoss(reduction="sum" if _summed(table, arm) else "mean")
+    return simulated(loss, recipes.get(arm.recipe).stages, seed=seed, name="loss")
+
+
+def _summed(table: Table, arm: Arm) -> bool:
+    """Whether gradients are sums over a batch."""
+    return table.summed and arm.recipe != "fp32"
 
 
 def _plan(table: Table) -> simulate.Plan:
@@ -145,6 +157,7 @@ def _optimizer(
     if table.optimizer == "sgd" and keep.format is None:
         return None
     names = [name for name, each in net.named_parameters() if each.requires_grad]
+    summed = _summed(table, arm)
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if table.optimizer == "rmsprop":
@@ -152,6 +165,8 @@ def _optimizer(
         return update.SGD(
             parameters, table.lr, table.momentum, table.weight_decay,
             keep=keep, update=arm.update, seed=seed, names=names,
+            gradient=recipes.get(arm.recipe).stages.gradient if summed else None,
+            sum_of=table.batch if summed else 1,
         )  # fmt: skip
 
     return make
@@ -204,7 +219,8 @@ def _environment(device: str) -> dict[str, Any]:
 
 @cache
 def _place() -> dict[str, Any]:
-    return {"commit": machine.commit(), "machine": machine.describe()["machine"]}
+    found = machine.describe()
+    return {"commit": machine.commit(), "machine": found["machine"], "package": found["package"]}
 
 
 def command(trial: Trial) -> str:
