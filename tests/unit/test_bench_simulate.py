@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from thinwire import cli, simulate
 from thinwire.errors import InputError
-from thinwire.study import bench_qtorch, bench_simulate, bench_simulate_tables
+from thinwire.study import bench_qtorch, bench_recorded, bench_simulate, bench_simulate_tables
 
 SIZES = bench_simulate.Sizes(
     side=32,
@@ -104,6 +104,22 @@ def test_nodes_are_measured_beside_a_plain_loop(record):
         assert math.isclose(row["ratio"], row["seconds"] / row["plain_s"])
     assert [row["together"] for row in record["together"]] == [1, 2, 4]
     assert record["together"][0]["times_loop"] == 1
+
+
+@pytest.mark.parametrize("case", bench_recorded.CASES, ids=lambda case: case.what)
+def test_steps_that_are_recorded_on_a_gpu_train_as_usual(case):
+    step = bench_recorded._step(replace(case, samples=1), torch.device("cpu"), recorded=False)
+    step()
+    step()
+
+
+def test_recorded_steps_have_a_table_where_there_is_a_gpu(record):
+    assert record["recorded"] == []
+    row = {"what": "a step", "usual_s": 0.01, "recorded_s": 0.002, "times": 5.0}
+    titled = {title: rows for title, _, rows in bench_simulate.tables({**record, "recorded": [row]})}
+    assert titled["steps of small networks, replayed from a CUDA graph"] == [
+        ("a step", "10.00", "2.00", "5.0")
+    ]
 
 
 def test_the_plain_loop_has_the_gradients_of_nodes_in_float32():

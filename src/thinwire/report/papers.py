@@ -42,7 +42,7 @@ def collect(study: str, records: Sequence[Record]) -> Plain:
     tables = [table for table in every if asked.intersection(table.trials(paper.name, count))]
     found = judge.result(paper, tables, records, _one(records, "device"))
     found |= {name: _one(records, name) for name in ("date", "commit")}
-    return {**found, "kernels": {}}  # those that are here, not those of the runs
+    return found
 
 
 def _one(records: Iterable[Record], name: str) -> str:

@@ -5,6 +5,7 @@
 | products | matrix products, every step rounded | the same one step at a time, and that all in torch |
 | quantizer | `Quantizer`, forward and back, with and without counters | a copy of the same tensor |
 | nodes | a step of N nodes, their gradients on a wire | the same loop in float32, without thinwire |
+| recorded | a step of a small network, replayed from a CUDA graph | the same step as usual |
 | qtorch | what QPyTorch has too | QPyTorch, on a CPU |
 
 "One step at a time" is `kernels.gemm_reference`, which rounds with the formats' own kernels; "all in torch"
@@ -36,7 +37,7 @@ from thinwire.simulate.counters import Counters
 from thinwire.simulate.gemm import Arithmetic
 from thinwire.simulate.nodes import Nodes
 from thinwire.simulate.quantizer import Quantizer
-from thinwire.study import bench_qtorch, networks
+from thinwire.study import bench_qtorch, bench_recorded, networks
 from thinwire.study.bench_simulate_tables import tables, targets
 
 __all__ = ["run", "tables", "targets"]
@@ -105,6 +106,8 @@ def run(
         quantizers = measure_quantizers(where, chosen, progress)
         nodes = measure_nodes(where, chosen, progress)
         together = measure_together(where, chosen, progress)
+        taking_turns = partial(in_turns, device=where, sizes=chosen)
+        recorded = bench_recorded.measure(where, taking_turns, progress)
         progress("qtorch")
         peers, traits, absent = measure_peers(where, chosen)
     finally:
@@ -118,6 +121,7 @@ def run(
         "quantizers": quantizers,
         "nodes": nodes,
         "together": together,
+        "recorded": recorded,
         "peers": peers,
         "traits": traits,
         "absent": absent,

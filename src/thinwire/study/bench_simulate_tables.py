@@ -39,12 +39,13 @@ def _goals(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float, boo
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """The record as tables: products, quantizers, nodes, nodes together, qtorch, its traits, targets."""
+    """The record as tables: what was measured, how QPyTorch differs, and targets."""
     found = [
         _products(result),
         _quantizers(result),
         _nodes(result),
         _together(result),
+        _recorded(result),
         _peers(result),
         _traits(result),
         _targets(result),
@@ -123,6 +124,22 @@ def _together(result: dict[str, Any]) -> Table:
         [
             (str(row["together"]), f"{row['seconds']:.4f}", f"{row['times_loop']:.2f}", f"{row['ratio']:.2f}")
             for row in result["together"]
+        ],
+    )
+
+
+def _recorded(result: dict[str, Any]) -> Table:
+    return (
+        "steps of small networks, replayed from a CUDA graph",
+        ("step", "ms as usual", "ms recorded", "times as fast"),
+        [
+            (
+                row["what"],
+                f"{1e3 * row['usual_s']:.2f}",
+                f"{1e3 * row['recorded_s']:.2f}",
+                f"{row['times']:.1f}",
+            )
+            for row in result.get("recorded", ())
         ],
     )
 

@@ -102,9 +102,9 @@ PAPER = Paper(
         "it calls hybrid precision is not known either: two readings are tried.",
         "Claims by simulation follow from the errors of sums over many nodes, not from the paper.",
         "Without scaling, losses are divided by the number of nodes before gradients are cast, as CPD does.",
-        "Bytes are those of a schedule that gathers all wires and then adds as a chain, groups or a tree would; "
-        "networks that add on the way send no more than they do for float32.",
-        "That (3,0) trains means that it finds three times as many classes as guessing does; how far it stays "
-        "behind is in the tables.",
+        "Bytes are those of a schedule that gathers all wires and then adds as a chain, groups or a tree "
+        "would; networks that add on the way send a quarter of what they send of float32, or less.",
+        "That (3,0) trains means that it is right three times as often as guessing; how far it stays behind "
+        "is in the tables.",
     ),
 )  # fmt: skip

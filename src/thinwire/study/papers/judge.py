@@ -169,7 +169,7 @@ def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], dev
 
 def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
     """Of the runs, which may be older than the result: what they have in common."""
-    found: dict[str, Any] = {"runs": len(records)}
+    found: dict[str, Any] = {"runs": len(records), "kernels": {}}  # those here need not be theirs
     for part in ("machine", "package"):
         each = [record.environment.get(part) for record in records]
         if each:
