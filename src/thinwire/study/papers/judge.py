@@ -169,8 +169,8 @@ def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], dev
 
 def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
     """Of the runs, which may be older than the result: what they have in common."""
-    found: dict[str, Any] = {"runs": len(records), "kernels": {}}  # those here need not be theirs
-    for part in ("machine", "package"):
+    found: dict[str, Any] = {"runs": len(records)}
+    for part in ("machine", "package", "kernels"):
         each = [record.environment.get(part) for record in records]
         if each:
             found[part] = each[0] if each[0] and all(other == each[0] for other in each) else {}

@@ -219,8 +219,7 @@ def _environment(device: str) -> dict[str, Any]:
 
 @cache
 def _place() -> dict[str, Any]:
-    found = machine.describe()
-    return {"commit": machine.commit(), "machine": found["machine"], "package": found["package"]}
+    return {"commit": machine.commit(), **machine.describe()}
 
 
 def command(trial: Trial) -> str:
