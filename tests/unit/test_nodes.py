@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinwire import Channel, InputError, Stream, policy
+from thinwire import Channel, InputError, Stream, codecs, policy
+from thinwire.codecs import CODECS
 from thinwire.policy import Policy, Rule
-from thinwire.runtimes import local
+from thinwire.runtimes import job, local
 from thinwire.schedules import SCHEDULES, get
 from thinwire.schedules.choose import choose
 from thinwire.simulate import Nodes, convert
@@ -92,6 +93,32 @@ def test_odd_numbers_of_one_node_are_seen_by_all(spec, odd):
     found = local.all_reduce_rows(rows, spec, "avg", "one_shot", names=["0", "1", "2"], rng=Stream(1))
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+SERVED = [spec for spec, codec in CODECS.items() if not SCHEDULES["two_shot"].refuses(codec)]
+
+
+@pytest.mark.parametrize(
+    "spec", [*SERVED, "aps/e4m3", "fp8lm", "e4m3~offset0", "int8", "int8/64+ef", "qsgd4"]
+)
+def test_shards_of_all_nodes_at_once_have_the_bits_of_two_shot(spec, monkeypatch):
+    """Whole tensors and cut ones, shards that are short or empty, numbers that are not finite."""
+    monkeypatch.setattr(job, "PIECE", 1500)
+    generator = torch.Generator().manual_seed(0)
+    for world, numel, dtype in ((2, 5000, torch.float32), (5, 3333, torch.bfloat16), (7, 3, torch.float32)):
+        rows = torch.randn(world, numel, generator=generator).to(dtype)
+        rows[1, :2] = torch.tensor([3e38, -0.0])
+        if numel > 4000:
+            rows[0, 4000], rows[1, 4500] = float("nan"), float("inf")
+        ranks = list(rows.clone())
+        channels = [Channel(spec) for _ in range(2 * world)]
+        feedback = codecs.get(spec).feedback
+        mine, theirs = (channels[:world], channels[world:]) if feedback else (spec, spec)
+        local.all_reduce(ranks, mine, "avg", "two_shot", name="w", rng=Stream(1))
+        (found,) = local.all_reduce_rows([rows], theirs, "avg", "two_shot", names=["w"], rng=Stream(1))
+        assert all(torch.equal(ranks[0].nan_to_num(7.0), each.nan_to_num(7.0)) for each in ranks)
+        assert torch.equal(ranks[0].nan_to_num(7.0), found.nan_to_num(7.0))
+        assert torch.equal(ranks[0].signbit(), found.signbit())
 
 
 def test_float32_is_the_sum_in_the_order_of_nodes():

@@ -143,7 +143,7 @@ def _piece(
         seat = replace(
             seat,
             name=seat.name if whole else f"{seat.name}[{span.start}]",
-            shared=_part(shared[span.tensor], span, seat.codec),
+            shared=part_of(shared[span.tensor], span, seat.codec),
             buffers=buffers.part(place),
         )
         steps.append(_in_float32(tensor[span.start : span.stop], schedule, seat))
@@ -171,7 +171,8 @@ def _in_float32(x: Tensor, schedule: Schedule, seat: Seat) -> Exchanges:
     x.copy_(values)
 
 
-def _part(shared: Tensor | None, span: Span, codec: Codec) -> Tensor | None:
+def part_of(shared: Tensor | None, span: Span, codec: Codec) -> Tensor | None:
+    """What ranks agreed on for a part of a tensor."""
     if shared is None or shared.numel() == 1:
         return shared
     return shared[span.start // codec.grain : -(-span.stop // codec.grain)]

@@ -6,7 +6,7 @@ Only `AllReduce` may differ, where a real network adds in an order of its own: h
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from thinwire.runtimes.arguments import (
     listed,
     schedule_of,
 )
-from thinwire.runtimes.job import Job
+from thinwire.runtimes.job import Job, part_of, spans
 from thinwire.scaling import RULES
 from thinwire.schedules import (
     AllGather,
@@ -119,6 +119,9 @@ def all_reduce_rows(
         return _stacked(rows, found, 1.0 / world if is_mean(op) else 1.0, combine)
     results = []
     for each, plan, name in zip(rows, plans, names, strict=True):
+        if world > 1 and plan.of_rows and _is_plain(one, found):
+            results.append(_of_rows(each, found, 1.0 / world if is_mean(op) else 1.0, plan))
+            continue
         codecs = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
         jobs = [
             all_reduce_job([each[rank]], mine, op, plan, Rank(rank, world, 0, inside), name, rng)
@@ -145,6 +148,20 @@ def _stacked(rows: Sequence[Tensor], codec: Codec, weight: float, combine: Combi
         outs.append(torch.empty(values.shape[1], device=values.device))
     combine(wires, seats, outs)
     return [out.view(each.shape[1:]).to(each.dtype) for out, each in zip(outs, rows, strict=True)]
+
+
+def _of_rows(rows: Tensor, codec: Codec, weight: float, plan: Schedule) -> Tensor:
+    """Cut as a job would be."""
+    assert plan.of_rows is not None
+    world = len(rows)
+    flat = rows.detach().reshape(world, -1).float()
+    (shared,) = _agreed([flat], codec)
+    seat = Seat(0, world, Channel(codec), weight=weight)
+    out = torch.empty(flat.shape[1], device=rows.device)
+    for (span,) in spans([flat.shape[1]], [codec], plan):
+        seat = replace(seat, shared=part_of(shared, span, codec))
+        out[span.start : span.stop] = plan.of_rows(flat[:, span.start : span.stop], seat)
+    return out.view(rows.shape[1:]).to(rows.dtype)
 
 
 def _agreed(rows: Sequence[Tensor], codec: Codec) -> list[Tensor | None]:
@@ -222,15 +239,24 @@ def _answer(requests: list[Request]) -> None:
 
 
 def _gather(requests: list[AllGather]) -> None:
-    parts = [each.wires.split(list(each.sizes)) for each in requests]
-    for source, own in enumerate(parts):
-        for to, theirs in enumerate(parts):
-            if to != source:
-                theirs[source].copy_(own[source])
+    """All wires come together at the first rank, which then has what everyone gets: 2 N copies, not N**2."""
+    whole = requests[0].wires
+    at = 0
+    for each, size in zip(requests, requests[0].sizes, strict=True):
+        if each.wires is not whole:
+            whole[at : at + size].copy_(each.wires[at : at + size])
+        at += size
+    for each in requests[1:]:
+        each.wires.copy_(whole)
 
 
 def _exchange(requests: list[AllToAll]) -> None:
-    world = len(requests)
+    world, sizes = len(requests), requests[0].sizes
+    if all(each.sizes == sizes and each.coming is None for each in requests):
+        wires = torch.stack([each.wire for each in requests])  # all that goes to a rank is a block of columns
+        for each, part in zip(requests, wires.split(list(sizes), 1), strict=True):
+            each.out.view(part.shape).copy_(part)
+        return
     parts = [each.wire.split(list(each.sizes)) for each in requests]
     for to, each in enumerate(requests):
         coming = each.coming or (each.out.numel() // world,) * world

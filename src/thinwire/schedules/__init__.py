@@ -33,7 +33,7 @@ from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchange
 from thinwire.schedules.gather import Combine, add_up, gathered
 from thinwire.schedules.levels import hierarchical
 from thinwire.schedules.low_rank import low_rank
-from thinwire.schedules.reduce import native, one_shot, ring, tree, two_shot
+from thinwire.schedules.reduce import native, one_shot, ring, tree, two_shot, two_shot_of_rows
 from thinwire.schedules.seat import Buffers, Cut, Seat
 from thinwire.schedules.traits import is_bound, is_cast, is_sparse
 
@@ -64,6 +64,8 @@ class Schedule:
     adds: bool = False  #: whether the network adds, so that results depend on its order
     whole: bool = False  #: whether it needs the tensor in one piece
     combine: Combine | None = None  #: what every rank does with all wires, if gathering them is all there is
+    #: The result from all ranks' vectors [world, numel] and any rank's seat, for wires that follow from them.
+    of_rows: Callable[[Tensor, Seat], Tensor] | None = None
 
 
 def _any(codec: Codec) -> str:
@@ -152,7 +154,7 @@ def _plain(schedule: Schedule) -> Callable[[str], Schedule]:
 _MAKERS: dict[str, Callable[[str], Schedule]] = {
     "native": _plain(Schedule("native", native, _summed, adds=True)),
     "one_shot": _plain(Schedule("one_shot", one_shot, _any, combine=add_up)),
-    "two_shot": _plain(Schedule("two_shot", two_shot, _in_parts)),
+    "two_shot": _plain(Schedule("two_shot", two_shot, _in_parts, of_rows=two_shot_of_rows)),
     "ring": _plain(Schedule("ring", ring, _in_parts)),
     "tree": _plain(Schedule("tree", tree, _any)),
     "hierarchical": partial(_levels, refuses=_in_parts, name="hierarchical"),

@@ -60,6 +60,28 @@ def two_shot(x: Tensor, seat: Seat) -> Exchanges:
     seat.decode_shards(wires, cut, seat.late, x)
 
 
+def two_shot_of_rows(rows: Tensor, seat: Seat) -> Tensor:
+    """What `two_shot` leaves on every rank, from the vectors [world, numel] of all ranks: all shards at once.
+
+    For codecs whose wires follow from the numbers alone. `seat` is any rank's.
+    """
+    codec, cut = seat.codec, seat.cut(rows.shape[1])
+    out = torch.empty(rows.shape[1], device=rows.device)
+    for start, numel, count in cut.parts:
+        values = rows[:, start : start + count * numel].unflatten(1, (count, numel))
+        shared = seat.shared_by(values[0], start)
+        if shared is None:
+            wire = codec.reduce_encode(codec.encode(values), numel, weight=seat.early)
+        else:
+            wires = codec.encode(values, shared=shared.expand(len(rows), *shared.shape).contiguous())
+            total = codec.decode(wires[0], numel, weight=seat.early)
+            for each in wires[1:]:
+                codec.decode_add(each, total, seat.early)
+            wire = codec.encode(total, shared=shared)
+        codec.decode(wire, numel, weight=seat.late, out=out[start : start + count * numel].view(count, numel))
+    return out
+
+
 def ring(x: Tensor, seat: Seat) -> Exchanges:
     """Sums travel around and are encoded again at every hop; then the finished shards travel around."""
     cut, rank, world = seat.cut(x.numel()), seat.rank, seat.world

@@ -62,11 +62,24 @@ class Cut:
     def nbytes(self) -> int:
         return self.full * self._nbytes(self.shard) + self._nbytes(self.tail)
 
+    @property
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Shards of one size: first element, elements of each, and how many there are."""
+        if self.full:
+            yield 0, self.shard, self.full
+        if self.tail:
+            yield self.full * self.shard, self.tail, 1
+
     def start(self, rank: int) -> int:
         return min(rank * self.shard, self.numel)
 
     def wire_start(self, rank: int) -> int:
         return min(rank * self._nbytes(self.shard), self.nbytes)
+
+    def wire_place(self, start: int) -> tuple[int, int]:
+        """The first byte and the bytes of the shard that begins with an element."""
+        rank = start // self.shard
+        return self.wire_start(rank), self.sizes[rank]
 
     def of(self, x: Tensor, rank: int) -> Tensor:
         """A rank's shard of a vector."""
@@ -174,22 +187,24 @@ class Seat:
 
     def encode(self, x: Tensor, stage: str, out: Tensor, start: int = 0) -> Tensor:
         """A vector to bytes; `start` is where it begins in what the agreement was about."""
-        shared = self._shared(x, start)
+        shared = self.shared_by(x, start)
         return self.channel.encode(x, f"{self.name}/{stage}", self.stream(stage), shared=shared, out=out)
 
     def encode_shards(self, x: Tensor, cut: Cut, stage: str, out: Tensor) -> Tensor:
         """All shards of a vector, each a wire of its own, one after another."""
-        for where, numel, at, nbytes, rows in _parts(cut):
+        for where, numel, rows in cut.parts:
+            at, nbytes = cut.wire_place(where)
             values = x[where : where + rows * numel].view(rows, numel)
             wire = out[at : at + rows * nbytes].view(rows, nbytes)
             slot = f"{stage}/tail" if where == cut.full * cut.shard else stage
-            shared = self._shared(values, where)
+            shared = self.shared_by(values, where)
             self.channel.encode(values, f"{self.name}/{slot}", self.stream(slot), shared=shared, out=wire)
         return out
 
     def decode_shards(self, wires: Tensor, cut: Cut, weight: float, out: Tensor) -> None:
         """The way back."""
-        for where, numel, at, nbytes, rows in _parts(cut):
+        for where, numel, rows in cut.parts:
+            at, nbytes = cut.wire_place(where)
             wire = wires[at : at + rows * nbytes].view(rows, nbytes)
             values = out[where : where + rows * numel].view(rows, numel)
             self.codec.decode(wire, numel, weight=weight, out=values)
@@ -216,7 +231,7 @@ class Seat:
         self.add_up(wires, self.early, total)
         return self.encode(total, stage, out, start)
 
-    def _shared(self, x: Tensor, start: int) -> Tensor | None:
+    def shared_by(self, x: Tensor, start: int) -> Tensor | None:
         """The agreed integers of a vector, or of rows that follow one another."""
         if self.shared is None or not x.numel():
             return None
@@ -226,11 +241,3 @@ class Seat:
         first = 0 if whole else start // self.codec.grain
         found = self.shared.expand(rows, 1) if whole else self.shared[first : first + rows * count]
         return found.reshape(*x.shape[:-1], count)
-
-
-def _parts(cut: Cut) -> Iterator[tuple[int, int, int, int, int]]:
-    """Shards of one size: first element, elements, first byte, bytes, and how many there are."""
-    if cut.full:
-        yield 0, cut.shard, 0, cut.sizes[0], cut.full
-    if cut.tail:
-        yield cut.full * cut.shard, cut.tail, cut.wire_start(cut.full), cut.sizes[cut.full], 1
