@@ -22,6 +22,7 @@ from thinwire.codecs import CODECS, footprint
 from thinwire.codecs import describe as codec_facts
 from thinwire.formats import FORMATS
 from thinwire.formats.describe import describe
+from thinwire.report import papers as report
 from thinwire.schedules import SCHEDULES
 from thinwire.study import bench_simulate, convergence, papers
 from thinwire.study.papers import judge
@@ -237,14 +238,19 @@ def reproduction(name: str) -> str:
         return "\n\n".join((*parts, f"Not run at full length yet; `thinwire simulate {name}` does."))
     record = json.loads(path.read_text())
     on = record["machine"].get("gpu" if record["device"] == "cuda" else "processor", "several machines")
-    parts.append(f"`thinwire simulate {name}`; {on}, {record['date'][:10]}, commit `{record['commit']}`.")
+    made = f"{on}, {record['date'][:10]}, commit `{record['commit']}`"
+    parts.append(f"`{report.command(record)}`; {made}.")
+    done = {part["title"] for part in record["tables"]}
+    missing = [each.title for each in paper.sized(papers.FULL) if each.title not in done]
+    if missing:
+        parts.append(f"Not run yet: {'; '.join(missing)}.")
     if record["claims"]:
         parts.append(table(list(judge.CLAIMS), [list(row) for row in judge.claims(record)]))
     for part in record["tables"]:
         lines = judge.cells(part)
         kept = [number for number in range(len(judge.HEADER)) if any(row[number] for row in lines)]
         rows = [[f"`{row[0]}`", *(row[number] for number in kept[1:])] for row in lines]
-        title = f"#### {part['title']}, {len(part['seeds'])} seeds"
+        title = f"#### {part['title']}\n\n{report.setting(part)}"
         parts.append(f"{title}\n\n" + table([judge.HEADER[number] for number in kept], rows))
     parts.append("\n".join(f"- {note}" for note in record["notes"]))
     return "\n\n".join(filter(None, parts))

@@ -115,7 +115,7 @@ def test_a_page_says_what_the_result_says():
     for verdict in (judge.AGREES, judge.MISSING):
         count = sum(claim["verdict"] == verdict for claim in found["claims"])
         assert page.count(f'<li data-verdict="{verdict}">') == count > 0
-    assert {"claimed by the paper", "expected from simulation"} <= set(re.findall('"by">([^<]*)<', page))
+    assert {"claimed by the paper", "expected from rounding errors"} <= set(re.findall('"by">([^<]*)<', page))
     for words in (
         found["question"],
         found["commit"],
@@ -194,3 +194,13 @@ def test_the_docs_show_a_saved_result(tmp_path):
         assert words in shown
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {5, 6}
+
+
+def test_arms_that_fail_do_not_flatten_accuracies():
+    good, worse, bad = [(1, 0.5), (2, 0.9)], [(1, 0.6), (2, 0.8)], [(1, 0.1), (2, 0.1)]
+    assert paper_figures._shown("fp32", {"fp32": good, "a": worse}) is None
+    low, high = paper_figures._shown("fp32", {"fp32": good, "a": worse, "b": bad})
+    assert 0.4 < low < 0.5
+    assert 0.9 < high < 1.0
+    assert paper_figures._shown("fp32", {"a": worse, "b": [(1, None)]}) == pytest.approx([0.583, 0.817])
+    assert paper_figures._shown("fp32", {}) is None

@@ -132,7 +132,8 @@ class Bars:
 
 
 def _line(record: "Record") -> str:
+    sent = f" and {record.sent_nbytes_per_step / 1e6:.3f} MB" if record.sent_nbytes_per_step else ""
     return (
         f"{record.trial.codec:12} seed {record.trial.seed}  accuracy {100 * record.accuracy:5.1f} %  "
-        f"{1e3 * record.step_s:6.1f} ms and {record.sent_nbytes_per_step / 1e6:.3f} MB a step"
+        f"{1e3 * record.step_s:6.1f} ms{sent} a step"
     )

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from thinwire.study.papers import Paper, Table
 
 Name = Annotated[str | None, typer.Argument(help="Which reproduction; without it, all are listed.")]
-Titles = Annotated[list[str] | None, typer.Option("--table", help="Only tables with this in their title.")]
-Arms = Annotated[list[str] | None, typer.Option("--arm", help="Only these lines of the tables.")]
+Titles = Annotated[
+    list[str] | None, typer.Option("--table", help="Only tables with this in their title; may be repeated.")
+]
+Arms = Annotated[
+    list[str] | None,
+    typer.Option("--arm", help="Only this line of the tables, by its name there; may be repeated."),
+]
 
 
 def simulate(  # noqa: PLR0913
@@ -24,7 +29,7 @@ def simulate(  # noqa: PLR0913
     quick: Annotated[bool, typer.Option("--quick", help="Small data, few steps: a minute or less.")] = False,
     titles: Titles = None,
     arms: Arms = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs of every arm.", min=1)] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of every arm: 5, or 2 if --quick.", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Only this seed.", min=0)] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     jobs: Annotated[int, typer.Option(help="Runs at the same time.", min=1)] = 1,
@@ -121,7 +126,10 @@ def print_result(found: dict[str, Any]) -> None:
     for part in found["tables"]:
         count = len(part["seeds"])
         title = f"{part['title']}, {count} seed{'' if count == 1 else 's'}"
-        print_table(title, judge.HEADER, judge.cells(part), right=tuple(range(1, len(judge.HEADER))))
+        lines = judge.cells(part)
+        kept = [column for column in range(len(judge.HEADER)) if any(line[column] for line in lines)]
+        header, *rows = (tuple(line[column] for column in kept) for line in (judge.HEADER, *lines))
+        print_table(title, header, rows, right=tuple(range(1, len(kept))))
     if found["claims"]:
         print_table("claims", judge.CLAIMS, judge.claims(found))
     for note in found["notes"]:

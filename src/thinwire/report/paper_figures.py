@@ -283,6 +283,8 @@ def curves(part: Plain, records: Sequence[Record], y: str) -> Plain:
     }
     data = [_line(name, each, style[name], y) for name, each in found.items() if len(each) > 1]
     up: Plain = {"title": {"text": "test accuracy"}, "tickformat": ".0%"}
+    if y == "accuracy" and (shown := _shown(part["setting"]["base"], found)):
+        up["range"] = shown
     if y == "loss":
         up = {"title": {"text": "training loss"}, "range": [0, highest_loss(part, records)]}
     return {
@@ -292,6 +294,19 @@ def curves(part: Plain, records: Sequence[Record], y: str) -> Plain:
             "xaxis": {"title": {"text": "steps"}, "rangemode": "tozero"},
         },
     }  # fmt: skip
+
+
+def _shown(base: str, found: Mapping[str, Sequence[tuple[int, float | None]]]) -> list[float] | None:
+    """The accuracies that are drawn, if some arms end so low that they would flatten the others."""
+    last = {name: each[-1][1] or 0.0 for name, each in found.items() if each}
+    enough = last.get(base, max(last.values(), default=0.0)) / 2
+    near = [
+        value for name, each in found.items() if last.get(name, 0.0) >= enough for _, value in each if value
+    ]
+    if not near or all(value >= enough for value in last.values()):
+        return None
+    pad = 0.08 * (max(near) - min(near)) + 1e-3
+    return [min(near) - pad, max(near) + pad]
 
 
 def course(runs: Sequence[Record], y: str) -> list[tuple[int, float | None]]:

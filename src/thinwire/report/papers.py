@@ -1,6 +1,7 @@
 """Results of reproductions as one page: claims, figures and tables, as `thinwire simulate` gives them."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -27,7 +28,7 @@ MARKS = {
     judge.UNDECIDED: ("undecided", "M-4 0H4"),
     judge.MISSING: ("not run", "M-.6 0H.6"),
 }
-BY = {"paper": "claimed by the paper", "simulation": "expected from simulation", "us": "our own check"}
+BY = {"paper": "claimed by the paper", "errors": "expected from rounding errors", "us": "our own check"}
 SHEETS = ("page.css", "papers.css")
 VERDICT = judge.HEADER.index("verdict")
 VALUES = {1: "accuracy", 2: "difference"}  #: columns that carry their number in full
@@ -297,7 +298,7 @@ def _chips(part: Plain) -> str:
 
 def _curve(name: str) -> str:
     heading, said = {
-        "accuracy": ("Accuracy during training", "On the test set."),
+        "accuracy": ("Accuracy during training", "On the test set. Arms that fail leave the figure."),
         "loss": ("Loss during training", "Of the training batches. Runs that diverge leave the figure."),
     }[name.partition("-")[0]]
     return f"""<figure>
@@ -308,12 +309,15 @@ def _curve(name: str) -> str:
 
 def command(result: Plain) -> str:
     """What repeats a result."""
-    found = f"thinwire simulate {result['paper']}"
+    found = ["thinwire", "simulate", result["paper"]]
     paper = PAPERS.get(result["paper"])
     titles = {part["title"] for part in result["tables"]}
-    if paper is None or titles & {table.title for table in paper.sized(FULL)}:
-        return found
-    return f"{found} --quick" if titles & {table.title for table in paper.tables.get(QUICK, ())} else found
+    full = {table.title for table in paper.sized(FULL)} if paper else titles
+    if paper and not titles & full:
+        found += ["--quick"] if titles & {table.title for table in paper.tables.get(QUICK, ())} else []
+    elif titles < full:
+        found += [word for part in result["tables"] for word in ("--table", part["title"])]
+    return shlex.join(found + (["--device", "cuda"] if result["device"] == "cuda" else []))
 
 
 def _circumstances(result: Plain) -> str:

@@ -91,7 +91,9 @@ class Claim:
     | `trains` | its mean accuracy is at least `points` per cent |
     | `fails` | its mean accuracy is at most `points` per cent |
     | `better` | the first is better than the second: all of the interval of differences is above zero |
-    | `order` | means fall, or stay within a tenth of a point, from each arm to the next |
+    | `order` | each arm is better than the next |
+
+    Records disagree if all of an interval says the opposite, and do not decide if it says neither.
     """
 
     text: str

@@ -227,6 +227,7 @@ def command(trial: Trial) -> str:
     paper = papers.get(trial.study.removeprefix(PREFIX))
     table, _ = paper.find(trial)
     quick = ["--quick"] if table in paper.tables.get(QUICK, ()) and table not in paper.tables[FULL] else []
+    chosen = [] if quick else ["--table", table.title]
     return shlex.join(
-        ["thinwire", "simulate", paper.name, *quick, "--arm", trial.codec, "--seed", str(trial.seed)]
+        ["thinwire", "simulate", paper.name, *quick, *chosen, "--arm", trial.codec, "--seed", str(trial.seed)]
     )
