@@ -89,3 +89,28 @@ def test_exact_sums_of_a_known_format_need_no_look(name, shape):
     for how in (simulate.Arithmetic(order="exact"), simulate.Arithmetic(sum=format, order="exact")):
         looked, known = (simulate.matmul(a, b, how, within=each) for each in (None, (format, format)))
         assert torch.equal(looked.view(torch.int32), known.view(torch.int32))
+
+
+def test_a_precision_that_changes_is_recorded_anew():
+    def changed(recorded):
+        net = simulate.convert(network("cnn"), "e4m3", tell=None)
+        draw = torch.Generator().manual_seed(1)
+        data = torch.randn(512, 1, 8, 8, generator=draw), torch.randint(10, (512,), generator=draw)
+
+        def each(step, net):
+            if step == 9:
+                simulate.convert(net, "e5m2", tell=None)
+
+        simulate.train(net, data, steps=20, batch=8, recorded=recorded, device="cuda", each_step=each)
+        return torch.cat([each.detach().flatten() for each in net.parameters()])
+
+    torch.backends.cudnn.deterministic = True
+    assert torch.equal(changed(False), changed(True))
+
+
+def test_a_step_that_must_look_says_so_and_leaves_the_stream():
+    here = torch.cuda.current_stream()
+    with pytest.raises(InputError, match="cannot be recorded: where the bits of exact sums lie"):
+        trained("cnn", True, recipe="positnn/16+quire")
+    assert torch.cuda.current_stream() == here
+    assert torch.ones(3, device="cuda").sum().item() == 3

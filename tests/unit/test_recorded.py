@@ -1,5 +1,6 @@
 """What stands in the way of recording steps; that they have the same bits is tested on a GPU."""
 
+import copy
 import re
 
 import pytest
@@ -10,9 +11,14 @@ from thinwire import simulate
 from thinwire.errors import InputError
 from thinwire.policy import Policy, Rule
 from thinwire.simulate.layers import simulated
-from thinwire.simulate.recorded import obstacle
+from thinwire.simulate.recorded import Backward, Update, obstacle
 
 GPU = torch.device("cuda")
+
+
+EXACT = {
+    spec: simulate.Stages.uniform(spec, simulate.Arithmetic(order="exact")) for spec in ("e4m3", "int8~fit")
+}
 
 
 def converted(recipe, **options):
@@ -38,6 +44,15 @@ def test_what_repeats_has_no_obstacle(wire):
             "fp32",
             "the model rounds at random",
         ),
+        (
+            converted("positnn/8+quire"),
+            None,
+            Policy("one", (Rule("fp32", "low_rank/4"),)),
+            "low_rank/4 begins",
+        ),
+        (nn.BatchNorm1d(4, momentum=None), None, "fp32", "the model has a momentum"),
+        (converted(EXACT["e4m3"]), None, "fp32", "0 has exact sums"),
+        (converted(EXACT["int8~fit"]), None, "fp32", "0 has exact sums"),
         (nn.Linear(4, 4), None, "qsgd4", "qsgd4 rounds at random"),
         (nn.Linear(4, 4), None, "onebit+ef", "onebit\\+ef .*remembers"),
         (nn.Linear(4, 4), None, Policy("two", (Rule("fp32", last_step=3), Rule("qsgd4"))), "qsgd4"),
@@ -47,6 +62,57 @@ def test_obstacles_are_named(model, loss, wire, what):
     found = obstacle(GPU, model, loss, wire)
     assert found
     assert re.search(what, found)
+
+
+def test_exact_sums_of_known_numbers_are_no_obstacle():
+    assert obstacle(GPU, converted("positnn/8+quire")) is None
+    assert obstacle(GPU, converted("gupta/4.12+exact+clip")) is None
+    attention = nn.Sequential(nn.MultiheadAttention(4, 2))
+    found = obstacle(GPU, simulate.convert(attention, "positnn/8+quire", tell=None))
+    assert found
+    assert "exact sums" in found
+
+
+def test_what_decides_a_step_is_part_of_its_key(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    net = converted("e4m3")
+    x, y = torch.randn(8, 4), torch.arange(8) % 4
+    backward = Backward(simulate.Nodes(net, 2), None, 1)
+
+    def key():
+        return tuple(backward._state((x, y)))
+
+    keys = [key()]
+    assert keys[0] == key()
+    simulate.convert(net, "e5m2", tell=None)
+    keys.append(key())
+    net.eval()
+    keys.append(key())
+    net[0].weight.data = net[0].weight.data.clone()
+    keys.append(key())
+    backward._scale = 2.0
+    keys.append(key())
+    assert len(set(keys)) == 5
+
+
+def test_what_decides_an_update_is_part_of_its_key(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = simulate.SGD([parameter], 0.1, 0.9)
+    update = Update(optimizer)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    keys = [tuple(update._state())]
+    optimizer.step()
+    assert keys == [tuple(update._state())]
+    for name, value in (("lr", 0.2), ("momentum", 0.5), ("sum_of", 4)):
+        optimizer.param_groups[0][name] = value
+        keys.append(tuple(update._state()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    keys.append(tuple(update._state()))
+    parameter.grad = torch.ones(3)
+    keys.append(tuple(update._state()))
+    assert len(set(keys)) == 6
 
 
 def test_there_must_be_a_gpu():

@@ -393,8 +393,20 @@ def test_gradients_may_be_sums_that_are_divided_and_rounded():
     assert torch.equal(parameter.detach(), expected)
     assert torch.equal(parameter.grad, given)
     assert optimizer.state_dict()["param_groups"][0]["gradient"] == "posit8_2"
-    with pytest.raises(InputError, match="sum_of"):
-        SGD([parameter], 0.1, sum_of=-1)
+    for bad in (-1, 0, 0.5):
+        with pytest.raises(InputError, match="sum_of"):
+            SGD([{"params": [parameter], "sum_of": bad}], 0.1)
+
+
+def test_checkpoints_without_the_newer_options_are_loaded():
+    parameters, optimizer = run(lambda p: SGD(p, 0.1, 0.9), steps=2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["gradient"], group["sum_of"]
+    optimizer.load_state_dict(saved)
+    go(parameters, optimizer, range(2, 4))
+    expected, _ = run(lambda p: SGD(p, 0.1, 0.9), steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
 def test_numbers_of_an_optimizer_stay_where_they_are():

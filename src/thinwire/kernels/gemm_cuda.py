@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.errors import InputError
 from thinwire.kernels import gemm_exact, gemm_programs, gemm_quire, gemm_quire_programs, gemm_reference
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams, Quick
 from thinwire.kernels.params import StepsParams
@@ -84,6 +85,8 @@ def _exact(
 
 def _extents(a: Tensor, b: Tensor) -> list[gemm_quire.Extent]:
     """Of both operands in one launch; another where so many programs are at work that it pays."""
+    if torch.cuda.is_current_stream_capturing():
+        raise InputError("where the bits of exact sums lie must be looked at, which a recording cannot")
     programs = min(SCANS, -(-max(a.numel(), b.numel()) // SCAN))
     found = torch.empty((2, programs, 2), dtype=torch.int32, device=a.device)
     program: Any = gemm_quire_programs.extent_kernel

@@ -166,5 +166,6 @@ def _unit(seat: Seat, device: torch.device) -> Tensor:
     """The shared scale, a power of two; plain casts have none."""
     if seat.shared is None:
         return torch.ones(1, device=device)
-    exponent = seat.shared.to(device).int() - 127
-    return torch.where(seat.shared == 255, torch.nan, torch.ldexp(torch.ones(1, device=device), exponent))
+    shared = seat.shared.to(device)
+    exponent = shared.int() - 127
+    return torch.where(shared == 255, torch.nan, torch.ldexp(torch.ones(1, device=device), exponent))

@@ -174,12 +174,12 @@ def _compute(
 
 
 def _extents(within: Within) -> tuple[Extent, Extent] | None:
-    one, other = (None if each is None else _extent(each) for each in within)
+    one, other = (None if each is None else known_extent(each) for each in within)
     return None if one is None or other is None else (one, other)
 
 
 @functools.cache
-def _extent(format: Format) -> Extent | None:
+def known_extent(format: Format) -> Extent | None:
     """Where the bits of a format's numbers lie; None if there are too many to look at, or infinities."""
     return None if format.bits > LISTED_BITS or format.has_inf else extent_of(format.values())
 

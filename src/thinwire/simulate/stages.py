@@ -41,8 +41,8 @@ class Stages:
     #: everywhere.
     arithmetic: Arithmetic | None = None
     backward_arithmetic: Arithmetic | str | None = SAME  #: of the products that make errors and gradients
-    #: Whether no error goes back to results of products that were cut off at the ends of their format.
-    #: Otherwise it does, as if they had not been.
+    #: Whether no error goes back to results of products that lie at the ends of their format, where numbers
+    #: are cut off. Otherwise it does, as if they had not been.
     clipped: bool = False
 
     def __post_init__(self) -> None:
@@ -67,9 +67,10 @@ class Stages:
 
     def __str__(self) -> str:
         said = {name: Precision.of(getattr(self, name)).spec for name in STAGES}
+        clipped = ", clipped" if self.clipped else ""
         if len(set(said.values())) == 1:
-            return said["forward"]
-        return ", ".join(f"{name} {spec}" for name, spec in said.items())
+            return said["forward"] + clipped
+        return ", ".join(f"{name} {spec}" for name, spec in said.items()) + clipped
 
     @property
     def needs_rng(self) -> bool:

@@ -145,7 +145,7 @@ def train(  # noqa: PLR0913
     draw = torch.Generator().manual_seed(seed)
     order = _order(len(images), plan.batch * nodes, draw)
     course = _Course(plan.steps, lambda: evaluate(model, tests), tell)
-    recording.check(recorded, device, model, loss, wire)
+    recording.check(recorded, device, model, loss, wire, schedule)
     backward, change = _ways(several, loss, together, made, recorded)
     with _piped(model, pure, wire, nodes, seed), _seeded(seed, device):
         for step in range(plan.steps):
@@ -178,7 +178,7 @@ def _ways(
         return loss(net(x), y)
 
     if recorded:
-        return recording.Backward(several, of_node, together), recording.Update(optimizer).step
+        return recording.Backward(several, of_node, together, loss), recording.Update(optimizer).step
     return functools.partial(several.backward, of_node, together=together), optimizer.step
 
 

@@ -31,6 +31,7 @@ from thinwire.simulate.precision import Precision
 
 UPDATES = ("round", "kahan")
 PRECISIONS = ("keep", "state", "gradient")
+LATER = {"gradient": "fp32", "sum_of": 1}  #: options that older checkpoints do not have
 
 
 class Kept(TypedDict, total=False):
@@ -62,7 +63,9 @@ class Rounded(Optimizer):
     """
 
     counters: Counters | None = None
-    repeatable = True  #: nothing but tensors and options decides what a step does, where nothing is random
+    repeatable = (
+        False  #: whether nothing but tensors and options decides what a step does, if nothing is random
+    )
 
     def __init__(self, params: Any, defaults: dict[str, Any], kept: Kept) -> None:
         if unknown := [name for name in kept if name not in Kept.__annotations__]:
@@ -73,7 +76,7 @@ class Rounded(Optimizer):
             "state": kept.get("state"),
             "update": kept.get("update", "round"),
             "gradient": kept.get("gradient"),
-            **_checked(sum_of=kept.get("sum_of", 1)),
+            "sum_of": kept.get("sum_of", 1),
             "seed": kept.get("seed", 0),
         }
         names = kept.get("names")
@@ -87,6 +90,9 @@ class Rounded(Optimizer):
         state = group.get("state", self.defaults["state"])
         group["state"] = group["keep"] if state is None else Precision.of(state)
         group["gradient"] = Precision.of(group.get("gradient", self.defaults["gradient"]))
+        sum_of = group.get("sum_of", self.defaults["sum_of"])
+        if not isinstance(sum_of, int) or sum_of < 1:
+            raise InputError(f"sum_of must be a number of samples, 1 or more, not {sum_of}")
         update = group.get("update", self.defaults["update"])
         if update not in UPDATES:
             raise InputError(f"unknown update '{update}'; use one of: {', '.join(UPDATES)}")
@@ -160,7 +166,7 @@ class Rounded(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The way back, into an optimizer of the same precisions."""
-        groups = [dict(group) for group in state_dict["param_groups"]]
+        groups = [{**LATER, **group} for group in state_dict["param_groups"]]
         for group, own in zip(groups, self.param_groups, strict=False):
             for name in (*PRECISIONS, "update"):
                 is_now = own[name].spec if name in PRECISIONS else own[name]
@@ -186,6 +192,8 @@ class SGD(Rounded):
     >>> w.data
     tensor([1.0000, 0.8984])
     """
+
+    repeatable = True
 
     def __init__(
         self,
@@ -227,6 +235,8 @@ class RMSprop(Rounded):
     tensor([0.6838])
     """
 
+    repeatable = True
+
     def __init__(
         self,
         params: Any,
@@ -265,8 +275,6 @@ class Adam(Rounded):
     >>> w.data
     tensor([0.8984])
     """
-
-    repeatable = False  # the number of the step is part of it
 
     def __init__(
         self,

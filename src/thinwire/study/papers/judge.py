@@ -175,7 +175,7 @@ def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
         each = [record.environment.get(part) for record in records]
         if each:
             found[part] = each[0] if each[0] and all(other == each[0] for other in each) else {}
-    commits = {str(record.environment.get("commit", "unknown")) for record in records} - {"unknown"}
+    commits = {str(record.environment.get("commit", "unknown")) for record in records}
     return found | ({"commit": ", ".join(sorted(commits))} if commits else {})
 
 

@@ -12,6 +12,7 @@ SIMULATED = "simulated"  #: the link of their trials
 FULL, QUICK = "full", "quick"
 BASE = "fp32"
 LATER = ("summed",)  #: came after records were made: said only where they are set
+CHANGED = {"mogami": "sums in chunks"}  #: recipes that came to mean something else
 UNSAID = ("title", "arms", "seeds", "confidence", "base")  #: do not decide what comes of a trial
 
 
@@ -73,7 +74,8 @@ class Table:
             for each in fields(self)
             if each.name not in UNSAID and (each.name not in LATER or getattr(self, each.name))
         ]
-        return hashlib.sha256(repr((said, replace(arm, paper=None))).encode()).hexdigest()[:8]
+        changed = [CHANGED[name] for name in CHANGED if arm.recipe.startswith(name)]
+        return hashlib.sha256(repr((said, replace(arm, paper=None), *changed)).encode()).hexdigest()[:8]
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)

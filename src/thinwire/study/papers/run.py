@@ -86,6 +86,11 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         simulate.convert(net, arm.recipe, seed=trial.seed, tell=None)
 
     loss, wire = _loss(table, arm, trial.seed), _wire(arm, table, net)
+
+    def per_sample(point: simulate.Point) -> simulate.Point:
+        """With a loss that is a mean over a batch."""
+        return replace(point, loss=point.loss / table.batch) if _summed(table, arm) else point
+
     began = time.perf_counter()
     done = simulate.train(
         net,
@@ -101,18 +106,13 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         pure=arm.pure,
         augment=_augment if table.augment else None,
         together=table.together,
-        recorded=recorded.obstacle(torch.device(device), net, loss, wire) is None,
+        recorded=recorded.obstacle(torch.device(device), net, loss, wire, arm.schedule) is None,
         seed=trial.seed,
         device=device,
-        tell=tell,
+        tell=None if tell is None else lambda point: tell(per_sample(point)),
     )
-    done = _per_sample(done, table.batch) if _summed(table, arm) else done
+    done = replace(done, points=tuple(map(per_sample, done.points)))
     return _record(trial, table, net, done, time.perf_counter() - began, device)
-
-
-def _per_sample(done: simulate.Trained, batch: int) -> simulate.Trained:
-    """With losses that are means over a batch."""
-    return replace(done, points=tuple(replace(each, loss=each.loss / batch) for each in done.points))
 
 
 def _wire(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
@@ -154,10 +154,10 @@ def _optimizer(
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
     """None: torch's own SGD."""
     keep = recipes.get(arm.recipe).optimizer
-    if table.optimizer == "sgd" and keep.format is None:
+    summed = _summed(table, arm)
+    if table.optimizer == "sgd" and keep.format is None and not summed:
         return None
     names = [name for name, each in net.named_parameters() if each.requires_grad]
-    summed = _summed(table, arm)
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if table.optimizer == "rmsprop":
