@@ -85,7 +85,7 @@ def _exact(
 
 def _extents(a: Tensor, b: Tensor) -> list[gemm_quire.Extent]:
     """Of both operands in one launch; another where so many programs are at work that it pays."""
-    if torch.cuda.is_current_stream_capturing():
+    if a.is_cuda and torch.cuda.is_current_stream_capturing():
         raise InputError("where the bits of exact sums lie must be looked at, which a recording cannot")
     programs = min(SCANS, -(-max(a.numel(), b.numel()) // SCAN))
     found = torch.empty((2, programs, 2), dtype=torch.int32, device=a.device)
