@@ -6,8 +6,9 @@ WALL_S = 300  # half a minute, unless kernels must be compiled first or other pr
 pytestmark = pytest.mark.timeout(WALL_S + 30)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("program", ["ddp_program.py", "attach_program.py"])
+@pytest.mark.parametrize(
+    ("program", "world"), [("ddp_program.py", 2), ("ddp_program.py", 4), ("attach_program.py", 4)]
+)
 def test_every_check_holds_on_every_rank(program, world, said):
     lines, _ = said(program, world, wall_s=WALL_S)
     reports = [each for each in lines if "check" in each]
