@@ -248,7 +248,7 @@ def reproduction(name: str) -> str:
         parts.append(table(list(judge.CLAIMS), [list(row) for row in judge.claims(record)]))
     for part in record["tables"]:
         lines = judge.cells(part)
-        kept = [number for number in range(len(judge.HEADER)) if any(row[number] for row in lines)]
+        kept = judge.columns(lines)
         rows = [[f"`{row[0]}`", *(row[number] for number in kept[1:])] for row in lines]
         title = f"#### {part['title']}\n\n{report.setting(part)}"
         parts.append(f"{title}\n\n" + table([judge.HEADER[number] for number in kept], rows))

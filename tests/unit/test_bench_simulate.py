@@ -109,8 +109,10 @@ def test_nodes_are_measured_beside_a_plain_loop(record):
 @pytest.mark.parametrize("case", bench_recorded.CASES, ids=lambda case: case.what)
 def test_steps_that_are_recorded_on_a_gpu_train_as_usual(case):
     step = bench_recorded._step(replace(case, samples=1), torch.device("cpu"), recorded=False)
-    step()
-    step()
+    first, second = step(), step()
+    assert first.isfinite()
+    assert second.isfinite()
+    assert first > 0
 
 
 def test_recorded_steps_have_a_table_where_there_is_a_gpu(record):

@@ -127,7 +127,7 @@ def print_result(found: dict[str, Any]) -> None:
         count = len(part["seeds"])
         title = f"{part['title']}, {count} seed{'' if count == 1 else 's'}"
         lines = judge.cells(part)
-        kept = [column for column in range(len(judge.HEADER)) if any(line[column] for line in lines)]
+        kept = judge.columns(lines)
         header, *rows = (tuple(line[column] for column in kept) for line in (judge.HEADER, *lines))
         print_table(title, header, rows, right=tuple(range(1, len(kept))))
     if found["claims"]:

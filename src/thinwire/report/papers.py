@@ -253,7 +253,7 @@ def _legend(part: Plain) -> str:
 def _numbers(part: Plain) -> str:
     """The lines of the table; columns without any entry are left out."""
     lines = judge.cells(part)
-    columns = [column for column in range(len(judge.HEADER)) if any(cells[column] for cells in lines)]
+    columns = judge.columns(lines)
     head = "".join(f'<th scope="col">{escape(judge.HEADER[column])}</th>' for column in columns)
     rows = "\n".join(
         _row(row, {column: cells[column] for column in columns})

@@ -15,6 +15,7 @@ tensor([[31.2500, 31.2500],
 | updates | `SGD`, `RMSprop`, `Adam`, `LossScale` |
 | precision that changes | `ladder` (MuPPET), `assignment` (Lee et al.) |
 | many nodes | `Nodes`, `train`, `round_trip` |
+| small networks on a GPU | `train(recorded=True)`: `thinwire.simulate.recorded` |
 """
 
 from thinwire.simulate import assignment, functional, ladder, layers, recipes

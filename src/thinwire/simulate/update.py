@@ -63,9 +63,8 @@ class Rounded(Optimizer):
     """
 
     counters: Counters | None = None
-    repeatable = (
-        False  #: whether nothing but tensors and options decides what a step does, if nothing is random
-    )
+    #: Whether nothing but tensors and options decides what a step does, if nothing is random.
+    repeatable = False
 
     def __init__(self, params: Any, defaults: dict[str, Any], kept: Kept) -> None:
         if unknown := [name for name in kept if name not in Kept.__annotations__]:

@@ -80,8 +80,9 @@ def _step(case: Case, device: torch.device, recorded: bool) -> Callable[[], Any]
         backward, update = Backward(nodes, loss, case.nodes, entropy), Update(optimizer).step
     batch = x.to(device), y.to(device)
 
-    def step() -> None:
-        backward(*batch)
+    def step() -> Any:
+        found = backward(*batch)
         update()
+        return found
 
     return step

@@ -55,6 +55,9 @@ DIGITS = Table(
 )
 
 
+SCALES = {"loss scale 16": "loss scale of 16", "dynamic loss scale": "dynamic loss scale"}
+
+
 def _claims(small: str, large: str) -> tuple[Claim, ...]:
     return (
         Claim(
@@ -96,17 +99,17 @@ PAPER = Paper(
         *_claims(SMALL.title, LARGE.title),
         *(
             Claim(
-                f"e4m3 with a {kind} is better than without scaling", SMALL.title, "better",
-                (f"e4m3, {kind}", "e4m3, no scaling"),
+                f"e4m3 with a {said} is better than without scaling", SMALL.title, "better",
+                (f"e4m3, {arm}", "e4m3, no scaling"),
             )
-            for kind in ("loss scale 16", "dynamic loss scale")
+            for arm, said in SCALES.items()
         ),
         *(
             Claim(
-                f"e4m3 with APS is better than with a {kind}", SMALL.title, "better",
-                ("e4m3, APS", f"e4m3, {kind}"),
+                f"e4m3 with APS is better than with a {said}", SMALL.title, "better",
+                ("e4m3, APS", f"e4m3, {arm}"),
             )
-            for kind in ("loss scale 16", "dynamic loss scale")
+            for arm, said in SCALES.items()
         ),
         Claim(
             "e3m0 fails on 256 nodes, in groups of 16", LARGE.title, "fails",

@@ -207,6 +207,11 @@ def cells(part: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return lines
 
 
+def columns(lines: Sequence[Sequence[str]]) -> list[int]:
+    """The columns of `cells` that have anything in them."""
+    return [column for column in range(len(HEADER)) if any(line[column] for line in lines)]
+
+
 CLAIMS = ("claim", "by", "table", "verdict")
 
 
