@@ -237,9 +237,9 @@ def test_converted_models_learn(make, recipe):
 
 
 SPECS = (
-    *recipes.RECIPES, "gupta/4.12", "gupta/4.12~sr", "gupta/4.12~sr+exact", "positnn/8", "positnn/O12L12",
-    "positnn/F8B10G8O12L12+quire", "positnn/12+quire", "mogami", "mogami/forward", "mogami/0.0625",
-    "mogami/forward/0.0625", "e5m2~sr",
+    *recipes.RECIPES, "gupta/4.12", "gupta/4.12~sr", "gupta/4.12~sr+exact", "gupta/2.14/4.12", "positnn/8",
+    "positnn/O12L12", "positnn/F8B10G8O12L12+quire", "positnn/12+quire", "mogami", "mogami/forward",
+    "mogami/0.0625", "mogami/forward/0.0625", "e5m2~sr",
 )  # fmt: skip
 
 
@@ -263,6 +263,12 @@ def test_recipes_are_what_papers_say():
     assert fixed.round(torch.tensor([9.0, -9.0])).tolist() == [2 - 2**-14, -2.0]
     assert gupta.arithmetic == Arithmetic(sum="fixed2.14", order="exact", rounding="stochastic")
     assert recipes.get("gupta/2.14").stages == Stages.uniform("fixed2.14")
+    wider = recipes.get("gupta/2.14/4.12~sr+exact+clip").stages
+    results, kept = Precision.of("fixed4.12~sr"), Precision.of("fixed2.14~sr")
+    ahead, back = (
+        Arithmetic(sum=each.format, order="exact", rounding="stochastic") for each in (results, kept)
+    )
+    assert wider == Stages(results, kept, kept, kept, results, ahead, back, clipped=True)
     mixed = recipes.get("positnn/F8B8G8O12L12")
     assert mixed.stages == recipes.get("positnn/O12L12").stages
     assert mixed.optimizer == Precision.of("posit12_2")

@@ -12,6 +12,7 @@ takes it. `get` finds a recipe by its spec:
 | `gupta/2.14~sr` | the same, rounded at random | |
 | `gupta/2.14~sr+exact` | products summed exactly, as in a wide accumulator; else in float32 | |
 | `gupta/2.14~sr+exact+clip` | no error goes back to results that were cut off at the ends of the format | |
+| `gupta/2.14/4.12~sr+clip` | results on the way forward and the loss in a fixed point of their own | |
 | `mellempudi` | e5m2 at random, stored weights float16 | Mellempudi et al. 2019, arXiv 1905.12334 |
 | `positnn/8` | posits of 8 bits and es 2, rounded at every addition | Raposo et al. 2021, arXiv 2105.00053 |
 | `positnn/O12L12` | the same, but 12 bits for the stages O(ptimizer) and L(oss); likewise F, B, G | |
@@ -127,11 +128,14 @@ def get(spec: "str | Recipe | Stages") -> Recipe:
 
 
 def _gupta(
-    spec: str, whole: str, fraction: str, random: str | None, exact: str | None, clip: str | None
+    spec: str, number: str, results: str | None, random: str | None, exact: str | None, clip: str | None
 ) -> Recipe:
-    precision = Precision.of(f"fixed{whole}.{fraction}{random or ''}")
-    how = Arithmetic(sum=precision.format, order="exact", rounding=precision.rounding) if exact else None
-    stages = replace(Stages.uniform(precision, how), clipped=bool(clip))
+    kept, ahead = (Precision.of(f"fixed{each}{random or ''}") for each in (number, results or number))
+    how, back = (
+        Arithmetic(sum=each.format, order="exact", rounding=each.rounding) if exact else None
+        for each in (ahead, kept)
+    )
+    stages = Stages(ahead, kept, kept, kept, ahead, how, back, clipped=bool(clip))
     return Recipe(spec, stages, source="Gupta et al. 2015, arXiv 1502.02551")
 
 
@@ -207,7 +211,7 @@ RECIPES: dict[str, Recipe] = {
 
 #: Recipes whose specs have parameters: how such a spec looks, and what makes a recipe of it.
 FAMILIES: dict[str, tuple[str, Callable[..., Recipe]]] = {
-    "gupta/IL.FL": (r"gupta/(\d+)\.(\d+)(~sr)?(\+exact)?(\+clip)?", _gupta),
+    "gupta/IL.FL": (r"gupta/(\d+\.\d+)(?:/(\d+\.\d+))?(~sr)?(\+exact)?(\+clip)?", _gupta),
     "positnn/N": (r"positnn/(?:(\d+)|((?:[FBGOL]\d+)+))(\+quire)?(\+underflow)?", _positnn),
     "mogami": (r"mogami(/forward)?(/0(?:\.\d+)?)?", _mogami),
 }
