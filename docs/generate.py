@@ -237,8 +237,7 @@ def reproduction(name: str) -> str:
     if not path.exists():
         return "\n\n".join((*parts, f"Not run at full length yet; `thinwire simulate {name}` does."))
     record = json.loads(path.read_text())
-    on = record["machine"].get("gpu" if record["device"] == "cuda" else "processor", "several machines")
-    made = f"{on}, {record['date'][:10]}, commit `{record['commit']}`"
+    made = f"{report.made_on(record)}, {record['date'][:10]}, commit `{record['commit']}`"
     parts.append(f"`{report.command(record)}`; {made}.")
     done = {part["title"] for part in record["tables"]}
     missing = [each.title for each in paper.sized(papers.FULL) if each.title not in done]

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from thinwire import data
 from thinwire.cli import app
 from thinwire.errors import InputError
+from thinwire.report import papers as report
 from thinwire.study import Point, Record, papers
 from thinwire.study.papers import judge, run
 from thinwire.study.papers.paper import Arm, Claim, Paper, Table
@@ -174,3 +175,19 @@ def test_without_a_base_of_equal_seeds_nothing_is_said(kind):
         found = judge.result(paper, [TABLE], given, "cpu")
         assert [each["verdict"] for each in found["claims"]] == ["not run"]
         assert judge.cells(found["tables"][0])[-1][0] == "a"
+
+
+def test_a_result_of_several_machines_names_all():
+    paper = Paper("made-up", "t", "s", "q", {"full": (TABLE,)}, (), ())
+    made = records(fp32=BASE)
+    places = [
+        {"commit": "b", "machine": {"gpu": "H", "threads": "1"}},
+        {"commit": "a", "machine": {"gpu": "none", "threads": "1", "processor": "P"}},
+        {"commit": "b", "machine": {"gpu": "H", "threads": "2"}},
+    ]
+    mixed = [replace(record, environment=place) for record, place in zip(made, places, strict=True)]
+    found = judge.result(paper, [TABLE], mixed, "cpu and cuda")
+    assert found["machine"] == {"gpu": "H", "threads": "1 and 2", "processor": "P"}
+    assert found["commit"] == "a, b"
+    assert report.made_on(found) == "H; P"
+    assert report.made_on({**found, "device": "cuda"}) == "H"

@@ -320,11 +320,17 @@ def command(result: Plain) -> str:
     return shlex.join(found + (["--device", "cuda"] if result["device"] == "cuda" else []))
 
 
-def _circumstances(result: Plain) -> str:
+def made_on(result: Plain) -> str:
+    """The processor or the GPU, or both."""
     machine = result.get("machine", {})
+    parts = {"cuda": ("gpu",), "cpu": ("processor",)}.get(result["device"], ("gpu", "processor"))
+    return "; ".join(machine[part] for part in parts if machine.get(part))
+
+
+def _circumstances(result: Plain) -> str:
     found = {
         "Device": result["device"],
-        "Machine": machine.get("gpu" if result["device"] == "cuda" else "processor", ""),
+        "Machine": made_on(result),
         "torch": result.get("package", {}).get("torch", ""),
         "Commit": result["commit"],
         "Date": " to ".join(each[:10] for each in result["date"].split(" to ")),

@@ -169,12 +169,17 @@ def _is_quick(paper: Paper, tables: Sequence[Table]) -> bool:
 
 
 def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
-    """Of the runs, which may be older than the result: what they have in common."""
+    """Of the runs, which may be older than the result and of several machines."""
     found: dict[str, Any] = {"runs": len(records)}
-    for part in ("machine", "package", "kernels"):
-        each = [record.environment.get(part) for record in records]
-        if each:
-            found[part] = each[0] if each[0] and all(other == each[0] for other in each) else {}
+    for part in ("machine", "package", "kernels") if records else ():
+        said: dict[str, dict[str, None]] = {}
+        for record in records:
+            for key, value in (record.environment.get(part) or {}).items():
+                said.setdefault(key, {})[str(value)] = None
+        found[part] = {
+            key: " and ".join([each for each in values if each != "none"] or values)
+            for key, values in said.items()
+        }
     commits = {str(record.environment.get("commit", "unknown")) for record in records}
     return found | ({"commit": ", ".join(sorted(commits))} if commits else {})
 
