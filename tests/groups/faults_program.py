@@ -25,7 +25,7 @@ import thinwire.collectives  # before ranks are forked
 from thinwire.errors import CommError, Disagreement, InputError
 from thinwire.runtimes import local
 
-TIMEOUT_S = 4
+TIMEOUT_S = 7  #: long enough for groups to form while thirty processes share two cores
 SOON_S = 3.0  #: "at once", on a busy machine
 LATE_S = TIMEOUT_S + 8.0  #: the time-out, and the time to ask others what they did
 SHARD = "two_shot"
@@ -529,7 +529,7 @@ def main(family, *only):
         for name, each in wanted.items()
         for rank in range(each.world)
     }
-    ended = statuses(list(pids.values()), time.monotonic() + 40)
+    ended = statuses(list(pids.values()), time.monotonic() + 50)
     for place in itertools.chain(*places.values()):
         shutil.rmtree(Path(place).parent, ignore_errors=True)
     for (name, rank), status in zip(pids, ended, strict=True):
