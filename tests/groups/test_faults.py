@@ -1,7 +1,7 @@
 """What ranks are told when one of them is gone, late or wrong, in real processes; and that nothing hangs.
 
-Scenarios are in `faults_program.py`, each in a process group of its own whose time-out is seven seconds. Those
-of a family run at the same time, since most of the time they wait; the driver ends what is left after 50 s.
+Scenarios are in `faults_program.py`, each in a process group of its own whose time-out is seven seconds.
+Those of a family run at the same time, since they mostly wait; the driver ends what is left after 50 s.
 """
 
 import pytest
