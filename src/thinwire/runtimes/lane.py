@@ -8,8 +8,6 @@ earlier one could go on: of the pieces in flight, those of the oldest call are w
 ranks talk about a call (which is waiting for it) all earlier ones are brought to their end.
 """
 
-import atexit
-import os
 import queue
 import threading
 import time
@@ -57,6 +55,15 @@ class InOrder(Flights):
         return super().resume()
 
 
+_STOPPED: list[threading.Thread] = []  #: which may not have ended yet
+
+
+def await_stopped() -> None:
+    """Until threads of lanes that were stopped have ended."""
+    for each in _STOPPED:
+        each.join(2 * GRACE_S)
+
+
 class Lane:
     """A queue of jobs and the thread that runs them."""
 
@@ -72,7 +79,6 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._door = threading.Lock()  # nothing is put into a queue that nobody serves any more
         self._over: BaseException | None = None
-        self._pid = os.getpid()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -96,19 +102,19 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="thinwire", daemon=True)
             self._thread.start()
-            atexit.register(self._leave)
 
     def stop(self) -> None:
         """Let the thread end after what was handed over."""
         self._queue.put(None)
-        atexit.unregister(self._leave)
+        if self._thread is not None:
+            _STOPPED[:] = [each for each in (*_STOPPED, self._thread) if each.is_alive()]
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """At the end of the program the thread must end first: one inside of C++ would take the process down.
 
         It may be there for a moment even if everything handed over has ended: it lets go of it.
         """
-        if self._thread is None or os.getpid() != self._pid:
+        if self._thread is None:
             return
         end = time.monotonic() + GRACE_S
         while not self.idle and self._thread.is_alive() and time.monotonic() < end:

@@ -6,7 +6,9 @@ ranks compare a digest of it, so that a different codec, size or dtype is an err
 different orders are noticed when the time is up, and then named; in debug mode ranks compare every call.
 """
 
+import atexit
 import contextlib
+import gc
 import hashlib
 import os
 import socket
@@ -22,13 +24,14 @@ from thinwire.clock import COMPUTE
 from thinwire.errors import CommError, Disagreement, ScheduleError
 from thinwire.runtimes.gloo import Gloo, tag
 from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, Timed, drive, run_alone
-from thinwire.runtimes.lane import Lane, Running
+from thinwire.runtimes.lane import Lane, Running, await_stopped
 from thinwire.runtimes.nccl import Nccl
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, Buffers, Request
 
 TEXT_NBYTES = 512  # of a call, when ranks tell one another what they do
 PATIENCE_S = 2.0  # for others' reports, after a failure
+MOMENT_S = 0.05  # at the end of the program
 GREETING = 127  # the number of the piece in which ranks talk
 HOSTS, TEXTS, CALLS = 29, 30, 31  # what about
 FORKED = "this process was forked after the group was made; make the group in the child"
@@ -100,6 +103,15 @@ class Line:
     def stop(self) -> None:
         """Let the thread end; the group is gone."""
         self._lane.stop()
+
+    def leave(self) -> None:
+        """Wait for the thread; the program ends."""
+        self._lane.leave()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was made in this process, not in one that this was forked from."""
+        return self._pid == os.getpid()
 
     @property
     def ranks(self) -> list[int]:
@@ -260,6 +272,29 @@ def _note_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_note_inherited)
+
+
+def _let_go() -> None:
+    """At the end of the program: threads end, and groups that torch has let go of, while Python is there.
+
+    A thread of gloo may hold the last tensors of a group for a moment. If it drops them when Python is
+    ending, it takes the process down; a group that ends waits for its threads. DDP never lets go of a group:
+    then its threads have a moment in which Python is free.
+    """
+    mine = {key: each for key, each in _LINES.items() if each.is_here}  # not those of a parent
+    for each in mine.values():
+        each.leave()
+    await_stopped()
+    for key, each in mine.items():
+        if not each.broken and not _is_alive(key[0]):
+            _LINES.pop(key)
+    if mine:
+        del mine, key, each
+        gc.collect()
+        time.sleep(MOMENT_S)
+
+
+atexit.register(_let_go)
 
 
 def line(group: dist.ProcessGroup | None, device: torch.device) -> Line:

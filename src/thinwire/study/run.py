@@ -129,7 +129,7 @@ def _words(output: str, code: int) -> str:
     told = [line for line in output.splitlines() if line.startswith(FAILED)]
     if told:
         return told[0].removeprefix(FAILED)
+    others = [line for line in output.splitlines() if line.strip() and not line.startswith((STEP, RECORD))]
     if code < 0:
-        return f"signal {-code} ended it"
-    last = [line for line in output.splitlines() if line.strip() and not line.startswith((STEP, RECORD))]
-    return last[-1] if last else f"exit status {code}"
+        return ": ".join([f"signal {-code} ended it", *others[-1:]])
+    return others[-1] if others else f"exit status {code}"

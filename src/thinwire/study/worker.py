@@ -71,6 +71,8 @@ def main() -> None:
         traceback.print_exc()
         _say(FAILED, f"{doing}: {type(error).__name__}: {' '.join(str(error).split())}")
         sys.exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # DDP keeps the group's threads, and one that drops a tensor while Python ends aborts
 
 
 def train(trial: Trial) -> Record:
