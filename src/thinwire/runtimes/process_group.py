@@ -144,7 +144,7 @@ class Line:
         return self._inside
 
     def _check(self) -> None:
-        if os.getpid() != self._pid:
+        if not self.is_here:
             raise CommError(FORKED)
         if self.broken:
             raise CommError(f"no call can follow one that failed on this group: {self.broken}")
