@@ -344,6 +344,8 @@ class Wire:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run of the same policy left off: with as many ranks, bit for bit.
 
+        Where torch's own all-reduce adds up (the `native` schedule), sums differ in their last bit: its
+        order of additions follows DDP's buckets, and a model's first buckets are others than its later ones.
         For another number of ranks first make one state of all of theirs, by `thinwire.integrations.reshard`.
         """
         states.load(self, state)
