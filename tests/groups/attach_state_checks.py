@@ -307,7 +307,7 @@ def auto(rank, world):
         later = bag(shapes)
         resumed = thinwire.attach(later, "auto")
         resumed.load_state_dict(saved(begun.state_dict()))
-        go(later, shapes, rank, 50, stop)
+        go(later, shapes, rank, 60, stop)
         assert resumed.stats()["auto"]["settled"], (stop, resumed.stats()["auto"])
         alike(digest(later.parameters()))
     del world

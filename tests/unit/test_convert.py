@@ -322,3 +322,42 @@ def test_rules_and_models_that_cannot_be_say_why():
         Rule("e4m3")
     with pytest.raises(InputError, match=r"takes a torch.nn.Module, not str"):
         convert("e4m3", "e4m3")
+
+
+def test_rules_without_a_layer_are_named(capsys):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    rules = (
+        Rule(None, name="fc9"),
+        Rule(None, kind="linear"),
+        Rule(None, name="2"),
+    )
+    convert(model, Recipe("mine", Stages.uniform("e4m3"), rules))
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["NO LAYER for the rule: name fc9", "NO LAYER for the rule: kind linear"]
+    convert(model, "lu")  # has a rule for norms, which nobody wrote for this model
+    assert "NO LAYER" not in capsys.readouterr().out
+
+
+def test_recipes_are_made_of_stages_and_rules():
+    with pytest.raises(
+        FormatError, match=r"a recipe needs Stages, such as Stages.uniform\('e4m3'\), not 'e4m3'"
+    ):
+        Recipe("x", "e4m3")
+    with pytest.raises(FormatError, match="a tuple of Rule"):
+        Recipe("x", Stages(), Rule(None))
+    with pytest.raises(InputError, match=r"counters is a simulate.Counters, not bool"):
+        convert(nn.Linear(1, 1), "e4m3", counters=True)
+
+
+def test_attributes_of_the_users_own_are_not_overwritten():
+    first, layer = nn.Linear(1, 1), nn.Linear(1, 1)
+    layer.name = "mine"
+    with pytest.raises(InputError, match="1 has name of its own"):
+        convert(nn.Sequential(first, layer), "e4m3", tell=None)
+    assert layer.name == "mine"
+    assert type(layer) is type(first) is nn.Linear
+
+
+def test_layers_that_only_move_numbers_are_not_left():
+    pads = [nn.ReflectionPad2d(1), nn.ConstantPad1d(1, 0.5), nn.ReplicationPad3d(1), nn.CircularPad2d(1)]
+    assert describe(nn.Sequential(*pads, nn.UpsamplingNearest2d(2))) == []

@@ -380,3 +380,28 @@ def test_policies_that_nodes_cannot_follow_are_refused():
         Nodes(net(), 2, policy.get("noop"))
     with pytest.raises(InputError, match="nodes do not climb the ladder of policy 'ladder'"):
         Nodes(net(), 2, Policy("ladder", (Rule("ladder"),), policy.Ladder(("int4", "int8"))))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_an_interrupted_step_is_forgotten(together):
+    """As if it had not been tried: gradients, and running statistics."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.GroupNorm(1, 3) if together > 1 else nn.BatchNorm1d(3))
+    nodes, x = Nodes(model, 4, "int8"), torch.randn(16, 2, generator=torch.Generator().manual_seed(0))
+    before = [each.clone() for each in model.buffers()]
+    calls = []
+
+    def loss(model, x):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return model(x).square().mean()
+
+    with pytest.raises(KeyboardInterrupt):
+        nodes.backward(loss, x, together=together)
+    assert all(map(torch.equal, before, model.buffers()))
+    nodes.backward(loss, x, together=together)
+    found = [each.grad.clone() for each in model.parameters()]
+    for each, was in zip(model.buffers(), before, strict=True):
+        each.copy_(was)
+    Nodes(model, 4, "int8").backward(loss, x, together=together)
+    assert all(map(torch.equal, found, [each.grad for each in model.parameters()]))

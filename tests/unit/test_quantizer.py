@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire import FormatError, Stream, formats
+from thinwire import FormatError, InputError, Stream, formats
 from thinwire.simulate import Counters, Precision, Quantizer
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * 3
@@ -79,3 +79,70 @@ def test_unknown_names_are_errors():
         Quantizer("e4n3")
     with pytest.raises(FormatError, match=r"Precision.of\('e4m3~sr'\) takes a spec"):
         Precision("e4m3~sr")
+
+
+@pytest.mark.parametrize(
+    "formats_", [(None, None), ("float16", "float16"), ("float16", None), (None, "float16")]
+)
+def test_it_can_be_differentiated_twice(formats_):
+    """A gradient penalty, in numbers that float16 has."""
+    w, x = nn.Parameter(torch.tensor([[2.0]])), torch.tensor([[1.5]], requires_grad=True)
+    y = Quantizer(*formats_)(x @ w)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (gradient.square() + w.square()).sum().backward()
+    assert w.grad.item() == 2 * (4 * 1.5 * 1.5 * 4 * 2**3 / 2) + 4  # of (2 x w**2)**2 + w**2
+
+
+def test_gradients_of_gradients_are_rounded_like_gradients():
+    x = torch.tensor([1.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(Quantizer("float16", "e4m3")(x) * x, x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient, x, torch.tensor([0.3]))
+    assert second.item() == formats.get("e4m3").round(torch.tensor([0.3])).item() * 1 + 0.3125
+
+
+def test_scales_leave_room_for_what_rounding_does():
+    """Half a step beyond the largest integer is rounded to it; at random it would be cut, and biased."""
+    x = torch.full((4096,), 127.4)
+    assert Precision.of("int8~fit").round(x).unique().tolist() == [127.0]
+    found = Precision.of("int8~fit~sr").round(x, Stream(0))
+    assert found.unique().tolist() == [126.0, 128.0]
+    assert abs(found.mean().item() - 127.4) < 0.05
+    assert Precision.of("int8~fit~up").round(x).unique().tolist() == [128.0]
+
+
+def test_names_and_modes_are_taken_as_codecs_and_specs_have_them():
+    assert Precision.of("bf16~sr") == Precision.of("bfloat16~sr")
+    assert Quantizer("e4m3", rounding="sr").precisions[0] == Precision.of("e4m3~sr")
+    assert Precision(formats.get("e4m3"), "stochastic").needs_rng
+    with pytest.raises(FormatError, match="unknown rounding 'nearer'; use one of: nearest"):
+        Precision(formats.get("e4m3"), "nearer")
+    for spec in ("e4m3~sr~zero", "e4m3~fit~centre"):
+        with pytest.raises(FormatError, match="two roundings, or two scales"):
+            Precision.of(spec)
+    with pytest.raises(InputError, match="float64"):
+        Precision.of("int8~fit").round(torch.ones(3, dtype=torch.float64))
+
+
+def test_a_short_float_that_a_format_outgrows_is_an_overflow(recwarn):
+    counters = Counters()
+    y = Quantizer("bfloat16", counters=counters)(torch.tensor([65504.0, 1.0], dtype=torch.float16))
+    assert y.isinf().tolist() == [True, False]
+    assert counters.read()["quantizer/forward"]["overflow"] == 1
+    assert not recwarn.list
+
+
+def test_ordinary_rounding_is_not_saturation():
+    for spec, numbers in (("int8~fit", [127.4, 3.0]), ("float8_e4m3fn", [460.0, 1.0]), ("e4m3", [241.0])):
+        counters = Counters()
+        Quantizer(spec, counters=counters)(torch.tensor(numbers))
+        assert counters.read()["quantizer/forward"]["saturation"] == 0, spec
+    counters = Counters()
+    Quantizer("fixed4.4", counters=counters)(torch.tensor([float("nan"), 8.1, 7.95, 1e-9]))
+    assert counters.read()["quantizer/forward"] == {
+        "numbers": 4, "overflow": 0, "saturation": 1, "underflow": 1,
+    }  # fmt: skip
+
+
+def test_counters_want_a_number_of_calls():
+    with pytest.raises(InputError, match="every is a number of calls"):
+        Counters(every=0)

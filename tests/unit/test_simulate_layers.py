@@ -554,3 +554,40 @@ def test_only_formats_with_ends_can_be_clipped():
     for forward in (None, "int8~fit"):
         with pytest.raises(FormatError, match="no fixed ends"):
             Stages(forward, clipped=True)
+
+
+def test_an_empty_batch_leaves_running_statistics():
+    for norm in (nn.BatchNorm1d(3), simulate.convert(nn.BatchNorm1d(3), "e4m3", tell=None)):
+        assert norm(torch.empty(0, 3)).shape == (0, 3)
+        assert norm.running_mean.tolist() == [0.0] * 3
+        assert norm.running_var.tolist() == [1.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("arithmetic", [None, simulate.Arithmetic(sum="e5m10")])
+def test_layers_without_inputs_or_outputs(arithmetic):
+    for inputs, outputs in ((0, 3), (3, 0)):
+        plain = nn.Linear(inputs, outputs)
+        x = torch.ones(2, inputs, requires_grad=True)
+        wanted = plain(x).detach()
+        y = simulate.convert(plain, simulate.Stages(arithmetic=arithmetic), tell=None)(x)
+        assert torch.equal(y, wanted)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+def test_kernels_larger_than_images_are_refused():
+    conv = simulate.convert(
+        nn.Conv2d(1, 1, 3), Stages(arithmetic=simulate.Arithmetic(sum="e5m10")), tell=None
+    )
+    with pytest.raises(InputError, match="a kernel 3 long is larger than the padded input, 2 long"):
+        conv(torch.ones(1, 1, 2, 2))
+
+
+def test_a_sum_that_is_no_number_has_no_sign():
+    """In e3m0, which has no NaN, its sign would say which infinity it becomes; devices differ in it."""
+    site = Site(Stages())
+    how = simulate.Arithmetic(sum="e3m0")
+    infinity = torch.tensor([torch.inf])
+    for a, b in ((infinity, -infinity), (-infinity, infinity)):
+        assert site.plus(a, b, how, "output").tolist() == [torch.inf]

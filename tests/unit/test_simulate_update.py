@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from thinwire import FormatError, InputError, Stream, formats
+from thinwire.formats import Fixed, Float
 from thinwire.simulate.counters import Counters
 from thinwire.simulate.loss_scale import LossScale
+from thinwire.simulate.precision import Precision
 from thinwire.simulate.update import SGD, Adam, RMSprop
 
 BFLOAT16, FLOAT16 = formats.get("bfloat16"), formats.get("float16")
@@ -222,13 +225,38 @@ def test_counts_are_what_their_definitions_say(format, extra, unit, host, monkey
     counters = Counters()
     counters.note("x", format, x, y, torch.tensor(unit))
     finite = x.isfinite()
-    high, low = format.max * unit, format.min * unit
+    beyond = further(format).round(x / unit)
+    cut = (beyond > format.max) | (beyond < format.min)
     assert counters.read()["x"] == {
         "numbers": len(x),
         "overflow": int((finite & ~y.isfinite()).sum()),
-        "saturation": int((finite & ((x > high) & (y == high) | (x < low) & (y == low))).sum()),
-        "underflow": int(((y == 0) & (x != 0)).sum()),
+        "saturation": int((finite & y.isfinite() & cut).sum()),
+        "underflow": int((finite & (y == 0) & (x != 0)).sum()),
     }
+
+
+def further(format):
+    """What goes on as a format ends, or anything that does not round."""
+    if isinstance(format, Float):
+        return Float(8, format.man)
+    return formats.get("int16") if format.name == "int8" else Float(8, 23)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "zero", "up", "down", "stochastic"])
+@pytest.mark.parametrize("format", ["int8", "fixed4.4", "float8_e4m3fn", "e3m0"])
+def test_reach_ends_where_numbers_are_cut(format, mode):
+    """On both sides of both ends, against the next number that a larger format has."""
+    format = formats.get(format)
+    how, wide = Precision(format, mode), further(format) if format.name != "fixed4.4" else Fixed(12, 4)
+    for end, reach in zip((format.min, format.max), how.reach, strict=True):
+        gap = abs(reach - end)
+        inside, outside = reach - math.copysign(gap / 64, end), reach + math.copysign(abs(end) / 64, end)
+        if mode == "stochastic":
+            assert reach == end
+        else:
+            x = torch.tensor([inside, outside])
+            beyond = wide.round(x, mode).abs() > abs(end)
+            assert beyond.tolist() == [False, True], (x, reach)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Training on many nodes, pure 8-bit mode, and what runs of a seed have in common."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -139,7 +141,7 @@ def test_bad_arguments_say_what_would_work():
         simulate.train(model, data, epochs=3)
     with pytest.raises(InputError, match=r"no argument node; did you mean nodes\? A plan has: steps"):
         simulate.train(model, data, node=3)
-    with pytest.raises(InputError, match="steps must be 1 or more, not 0"):
+    with pytest.raises(InputError, match="steps must be a whole number, 1 or more, not 0"):
         simulate.train(model, data, steps=0)
     with pytest.raises(InputError, match=r"train takes a torch.nn.Module, not str"):
         simulate.train("bf16", data)
@@ -251,3 +253,67 @@ def test_looking_more_often_changes_no_random_number():
 
         simulate.train(model, data, steps=6, batch=16, each_step=look)
     assert all(torch.equal(a, b) for a, b in zip(*(each.parameters() for each in models), strict=True))
+
+
+def test_evaluation_is_not_counted():
+    counters = simulate.Counters()
+    model = simulate.convert(nn.Linear(8, 4), "e4m3", counters=counters, tell=None)
+    x = torch.randn(64, 8)
+    simulate.train(model, (x, torch.arange(64) % 4), steps=4, batch=4)
+    assert counters.read()["model/input"]["numbers"] == 4 * 4 * 8
+    assert model.counters is counters
+
+
+def test_accuracy_is_a_share_of_targets():
+    x = torch.randn(32, 4)
+    several = nn.Sequential(nn.Linear(4, 30), nn.Unflatten(1, (3, 10)))  # ten targets to a sample
+    done = simulate.train(several, (x, torch.zeros(32, 10).long()), batch=8, steps=60)
+    assert done.accuracy == 1.0
+    for out, y in ((1, torch.randn(32, 1)), (3, torch.rand(32, 3))):
+        done = simulate.train(nn.Linear(4, out), (x, y), batch=8, steps=4, loss=nn.functional.mse_loss)
+        assert math.isnan(done.accuracy)
+        assert not done.failed
+
+
+def test_tokens_and_long_floats_are_taken_as_they_are():
+    tokens = torch.randint(0, 50, (64, 6), generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Flatten(), nn.Linear(96, 2))
+    assert simulate.train(model, (tokens, tokens[:, 0] % 2), batch=16, steps=40).accuracy > 0.9
+    x = torch.randn(64, 8, dtype=torch.float64)
+    model = nn.Linear(8, 2).double()
+    assert simulate.train(model, (x, (x[:, 0] > 0).long()), batch=16, steps=40).accuracy > 0.9
+    pixels = torch.randint(0, 256, (64, 8), dtype=torch.uint8)
+    simulate.train(nn.Linear(8, 2), (pixels, torch.arange(64) % 2), batch=16, steps=2, lr=1e-4)
+
+
+def test_a_model_that_fails_in_evaluation_goes_on_training():
+    class Breaks(nn.Linear):
+        def forward(self, x):
+            if not self.training:
+                raise RuntimeError("broken")
+            return super().forward(x)
+
+    model = Breaks(8, 4)
+    with pytest.raises(RuntimeError, match="broken"):
+        simulate.evaluate(model, points())
+    assert model.training
+
+
+def test_arguments_that_would_be_lost_or_cannot_be_are_refused():
+    data = points()
+
+    def refused(words, model=None, given=data, **how):
+        with pytest.raises(InputError, match=words):
+            simulate.train(model or net(), given, batch=16, **{"steps": 2, **how})
+
+    made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1)}
+    refused("lr, momentum would not be used: give it to the optimizer", lr=1.0, momentum=0.5, **made)
+    refused("is, or makes, NoneType", optimizer=lambda _: None)
+    refused("no parameter that wants a gradient", model=nn.Flatten())
+    refused("no parameter that wants a gradient", model=net().requires_grad_(False))
+    refused("x and y must be tensors, not ndarray", given=(data[0].numpy(), data[1]))
+    refused("steps must be a whole number", steps=2.5)
+    loss = simulate.convert(nn.CrossEntropyLoss(), "e4m3", tell=None)
+    refused("the loss computes in other numbers", nodes=4, together=4, loss=loss)
+    with pytest.raises(InputError, match=r"plan is a simulate.Plan, not dict"):
+        simulate.train(net(), data, plan={"steps": 3})

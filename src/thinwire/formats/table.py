@@ -1,6 +1,7 @@
 """Formats that are nothing but a list of numbers, and the lists that the literature uses."""
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -55,7 +56,9 @@ class Table(Format):
 
     @property
     def name(self) -> str:
-        return self.label
+        if self.label != type(self).__name__:
+            return self.label
+        return f"Table({len(self.numbers)} numbers, {zlib.crc32(self._float32.tobytes()):08x})"
 
     @property
     def bits(self) -> int:

@@ -22,7 +22,7 @@ def tally_kernel(x_ptr, y_ptr, bounds_ptr, row_ptr, numel, BLOCK: tl.constexpr):
         kept = tl.abs(y) < float("inf")
         lost += (finite & (kept == 0)).to(tl.int32)
         cut += (finite & kept & ((x > high) | (x < low))).to(tl.int32)
-        small += ((x != 0) & (y == 0)).to(tl.int32)
+        small += (finite & (x != 0) & (y == 0)).to(tl.int32)
     tl.atomic_add(row_ptr, tl.sum(lost, 0).to(tl.int64))
     tl.atomic_add(row_ptr + 1, tl.sum(cut, 0).to(tl.int64))
     tl.atomic_add(row_ptr + 2, tl.sum(small, 0).to(tl.int64))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.nn.modules import padding
 
 from thinwire.errors import InputError
 from thinwire.simulate import layers, recipes
@@ -38,9 +39,10 @@ PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.MultiheadAttention)
 QUIET = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.Flatten, nn.Unflatten, nn.Dropout,
     nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
-    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.ZeroPad1d, nn.ZeroPad2d,
-    nn.ZeroPad3d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Sequential, nn.ModuleList,
-    nn.ModuleDict, nn.Fold, nn.Unfold,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, padding._ConstantPadNd,
+    padding._ReflectionPadNd, padding._ReplicationPadNd, padding._CircularPadNd, nn.UpsamplingNearest2d,
+    nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Sequential, nn.ModuleList, nn.ModuleDict,
+    nn.Fold, nn.Unfold,
 )  # fmt: skip
 ROOT = "model"  #: the name of a layer that is the whole model
 COMPILED = "_orig_mod"  #: what torch.compile adds to names
@@ -90,19 +92,25 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    if counters is not None and not isinstance(counters, Counters):
+        raise InputError(f"counters is a simulate.Counters, not {type(counters).__name__}")
     chosen = recipes.get(recipe)
     found = list(_layers(model))
+    for name, module in found:
+        layers.check(module, name)  # before anything is changed
     places = _places(found)
-    rows = []
+    rows, used = [], list[Rule | None]()
     for name, module in found:
         row = _row(name, module)
+        used.append(chosen.route(row.name, row.kind, places.get(name, ())))
         if not row.left:
             row = _changed(row, module, chosen, places.get(name, ()), seed, counters)
         rows.append(row)
     for module in model.modules():
         _no_shortcut(module)
     if tell is not None:
-        tell(_table(chosen, rows))
+        mine = isinstance(recipe, Recipe) and not isinstance(model, nn.modules.loss._Loss)
+        tell(_table(chosen, rows, [each for each in chosen.rules if mine and each not in used]))
     return model
 
 
@@ -205,7 +213,7 @@ def _products(how: Arithmetic | None) -> str:
     return f"products{multiply} {kept[0]}, sums {kept[1]} {how.order}{random}"
 
 
-def _table(recipe: Recipe, rows: list[Row]) -> str:
+def _table(recipe: Recipe, rows: list[Row], unused: list[Rule]) -> str:
     done = [(row.name, row.kind, row.numbers) for row in rows if not row.left]
     left = [(row.name, row.kind, row.note) for row in rows if row.left]
     head = ("layer", "kind", "numbers")
@@ -216,6 +224,10 @@ def _table(recipe: Recipe, rows: list[Row]) -> str:
     if left:
         text.append(f"LEFT IN FLOAT32, not simulated: {len(left)} layer{'s' * (len(left) > 1)}")
         text += [_line(line, widths) for line in left]
+    for rule in unused:
+        asked = {"name": rule.name, "kind": rule.kind, "place": rule.place}
+        said = ", ".join(f"{key} {value}" for key, value in asked.items() if value != "*")
+        text.append(f"NO LAYER for the rule: {said or 'all others'}")
     return "\n".join(text)
 
 

@@ -242,7 +242,10 @@ def _windows(
 ) -> Tensor:
     """[batch, channels, places ..., kernel ...], a view."""
     for at, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        x = x.unfold(2 + at, (size - 1) * gap + 1, step)[..., ::gap]
+        wide = (size - 1) * gap + 1
+        if wide > x.shape[2 + at]:
+            raise InputError(f"a kernel {wide} long is larger than the padded input, {x.shape[2 + at]} long")
+        x = x.unfold(2 + at, wide, step)[..., ::gap]
     return x
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.errors import InputError
 from thinwire.formats import Format
+from thinwire.simulate.precision import Precision
 
 KINDS = ("overflow", "saturation", "underflow")  #: of roundings
 UPDATES = ("cancelled",)  #: of updates of weights
@@ -24,8 +25,9 @@ INFINITY = float("inf")
 class Counters:
     """Counts by name: of numbers seen, and of those a format could not hold.
 
-    overflow: a finite number became infinite or NaN; saturation: it was cut to the largest there is;
-    underflow: it was not zero and became zero; cancelled: an update was not zero and its weight stayed.
+    overflow: a finite number became infinite or NaN; saturation: it was beyond what rounds to the largest
+    there is, and was cut to that; underflow: it was not zero and became zero; cancelled: an update was not
+    zero and its weight stayed. What was infinite or NaN before is not counted.
 
     >>> from thinwire import formats
     >>> counters, e4m3 = Counters(), formats.get("e4m3")
@@ -51,20 +53,25 @@ class Counters:
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _past: list["_Snapshot"] = field(default_factory=list, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or self.every < 1:
+            raise InputError(f"every is a number of calls, 1 or more, not {self.every}")
+
     def note(
-        self, name: str, format: Format, before: Tensor, after: Tensor, unit: Tensor | float = 1.0
+        self, name: str, to: Precision | Format, before: Tensor, after: Tensor, unit: Tensor | float = 1.0
     ) -> None:
-        """What rounding did; `unit` is the scale it was done with."""
+        """What rounding to a precision did; `unit` is the scale it was done with."""
         tally = self._wanted(name, KINDS)
         if tally is None or not before.numel():
             return
         x, y = _array(before), _array(after)
         if isinstance(x, np.ndarray):
-            low, high = tally.range(format)
-            self._add(tally, before, _on_host(x, y, low * float(unit), high * float(unit)))
+            low, high = tally.range(to)
+            short = after.dtype == torch.float16  # which a format may outgrow
+            self._add(tally, before, _on_host(x, y, low * float(unit), high * float(unit), short))
             return
         tally.numbers += x.numel()
-        bounds = tally.bounds(format, unit, x.device)
+        bounds = tally.bounds(to, unit, x.device)
         kernels.tally(x.reshape(-1), y.reshape(-1), bounds, self._row(tally, x.device))
 
     def cancelled(self, name: str, update: Tensor, before: Tensor, after: Tensor) -> None:
@@ -173,22 +180,22 @@ class _Tally:
     calls: int = 0
     numbers: int = 0
     counts: list[int] = field(default_factory=list)
-    _format: Format | None = None
+    _to: Precision | Format | None = None
     _range: tuple[float, float] = (0.0, 0.0)
     _bounds: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.counts = [0] * len(self.kinds)
 
-    def range(self, format: Format) -> tuple[float, float]:
-        """The least and the largest number of a format: for most names, the last one's."""
-        if format is not self._format:
-            self._format, self._range, self._bounds = format, (format.min, format.max), None
+    def range(self, to: Precision | Format) -> tuple[float, float]:
+        """From where to where numbers are not cut: for most names, that of the last call."""
+        if to is not self._to:
+            self._to, self._range, self._bounds = to, Precision.of(to).reach, None
         return self._range
 
-    def bounds(self, format: Format, unit: Tensor | float, device: torch.device) -> Tensor:
+    def bounds(self, to: Precision | Format, unit: Tensor | float, device: torch.device) -> Tensor:
         """The same times a unit, on a device."""
-        found = self.range(format)
+        found = self.range(to)
         if self._bounds is None or self._bounds.device != device:
             self._bounds = torch.tensor(found, device=device)
         return self._bounds if isinstance(unit, float) and unit == 1 else self._bounds * unit
@@ -208,18 +215,20 @@ def _array(x: Tensor) -> Any:
     x = x.detach()
     if x.device.type != "cpu":
         return x
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy()
 
 
-def _on_host(x: np.ndarray, y: np.ndarray, low: float, high: float) -> tuple[int, int, int]:
+def _on_host(x: np.ndarray, y: np.ndarray, low: float, high: float, short: bool) -> tuple[int, int, int]:
     """What rounding did, looking only as far as it has to."""
     left = int(np.count_nonzero(y != 0))
     # Zeros stay zeros. Where they do not, the format has none, and nothing becomes zero.
     small = max(0, int(np.count_nonzero(x != 0)) - left) if left < y.size else 0
-    if low <= np.minimum.reduce(x, axis=None) and np.maximum.reduce(x, axis=None) <= high:
+    inside = not short and low <= np.minimum.reduce(x, axis=None)
+    if inside and np.maximum.reduce(x, axis=None) <= high:
         return 0, 0, small
     finite, kept = abs(x) < INFINITY, abs(y) < INFINITY
     cut = ((x > high) | (x < low)) & finite & kept
+    small -= int(np.count_nonzero(~finite & (y == 0))) if small else 0
     return int(np.count_nonzero(finite > kept)), int(np.count_nonzero(cut)), small
 
 

@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         xq, wq = site.forward(x, "input"), site.forward(weight, "weight")
         bq = None if bias is None else site.forward(bias, "bias")
         ctx.site = site
-        y = site.product(xq.reshape(-1, x.shape[-1]), wq.t(), site.ahead, "output", "FF")
+        y = site.product(_rows(xq), wq.t(), site.ahead, "output", "FF")
         y = site.forward(site.plus(y, bq, site.ahead, "output"), "output", site.ahead)
         ctx.save_for_backward(xq, wq, weight, site.cut(y))
         return unshared(y, (*x.shape[:-1], weight.shape[0]))
@@ -92,18 +92,23 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         xq, wq, weight, cut = ctx.saved_tensors
         site, wanted = ctx.site, ctx.needs_input_grad
-        e = site.error(dy.reshape(-1, dy.shape[-1]), cut)
+        e = site.error(_rows(dy), cut)
         dx = dw = db = None
         if wanted[0]:
             dx = site.product(e, site.again(weight, wq, "error_weight"), site.back, "input_error", "BB")
             dx = site.backward(dx, "input_error", site.back).view(xq.shape)
         if wanted[1]:
-            dw = site.product(e.t(), xq.reshape(-1, xq.shape[-1]), site.back, "gradient", "BF")
+            dw = site.product(e.t(), _rows(xq), site.back, "gradient", "BF")
             dw = site.gradient(dw, "gradient", site.back)
         if wanted[2]:
             db = site.total(e, site.back, "bias_gradient", "B")
             db = site.gradient(db, "bias_gradient", site.back)
         return dx, dw, db, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., N] as a matrix, empty ones too."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def embedding(

@@ -32,6 +32,7 @@ from thinwire.simulate.site import Site
 from thinwire.simulate.stages import Stages
 
 M = TypeVar("M", bound=nn.Module)
+OURS = ("stages", "seed", "name", "counters", "calls")  #: attributes of simulated layers
 
 
 class Simulated(nn.Module):
@@ -295,6 +296,15 @@ def refusal(module: nn.Module) -> str:
     return ""
 
 
+def check(module: nn.Module, name: str) -> None:
+    """Refuse a layer whose own attributes would be overwritten."""
+    own = [each for each in OURS if each in module.__dict__ and not isinstance(module, Simulated)]
+    if own:
+        raise InputError(
+            f"{name} has {', '.join(own)} of its own, which a simulated layer uses; rename it in your code"
+        )
+
+
 def simulated(
     module: M, stages: Stages, *, seed: int = 0, name: str = "layer", counters: Counters | None = None
 ) -> M:
@@ -303,6 +313,7 @@ def simulated(
     if why:
         names = ", ".join(kind.__name__ for kind in KINDS)
         raise InputError(f"{type(module).__name__} cannot be simulated: {why}; kinds: {names}")
+    check(module, name)
     module.__class__ = cast(type[M], KINDS.get(type(module), type(module)))
     assert isinstance(module, Simulated)
     module.stages, module.seed, module.name, module.counters = stages, seed, name, counters
@@ -314,6 +325,6 @@ def restored(module: M) -> M:
     plain = PLAIN.get(type(module))
     if plain is not None:
         module.__class__ = cast(type[M], plain)
-        for each in ("stages", "seed", "name", "counters", "calls"):
+        for each in OURS:
             module.__dict__.pop(each, None)
     return module

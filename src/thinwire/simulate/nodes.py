@@ -61,7 +61,9 @@ class Nodes:
     torch.Size([1, 4])
 
     In a loop of your own call `take()` after every node's `loss.backward()`, and `reduce()` after the last.
-    It leaves the mean in `.grad`, where any optimizer finds it.
+    It leaves the mean in `.grad`, in place of what was there, where any optimizer finds it. A parameter that
+    no node used has a gradient of zeros then, as in DDP. One node alone sends nothing: its gradients are
+    float32, whatever the wire.
 
     `wire` is a codec's spec for all tensors, or a `thinwire.Policy` (`thinwire.policy.get("int8")` for a
     recipe), in which case tensors go as its rules say and `schedule` is not used. A codec with memory has one
@@ -117,23 +119,18 @@ class Nodes:
         if together < 1:
             raise InputError(f"together is how many nodes are computed at a time, 1 or more, not {together}")
         parts = [each.unflatten(0, (self.count, -1)) for each in batch]
-        losses: list[Tensor] = []
         if min(together, self.count) > 1:
             self._check_vmap()
-            for first in range(0, self.count, together):
-                some = [each[first : first + together] for each in parts]
-                losses.append(self._compute(loss, some, scale))
-        else:
-            begun, kept = self._buffers(), list[Tensor]()
-            for node in range(self.count):
-                self._put_back(begun if node else ())  # every node begins with the same
-                self.model.zero_grad()
-                found = loss(self.model, *(each[node] for each in parts))
-                (found if scale == 1 else found * scale).backward()
-                losses.append(found.detach())
-                self.take()
-                kept = kept or self._buffers()  # running statistics are those of node 0, as in DDP
-            self._put_back(kept)
+        try:
+            if min(together, self.count) > 1:
+                starts = range(0, self.count, together)
+                some = ([each[first : first + together] for each in parts] for first in starts)
+                losses = [self._compute(loss, each, scale) for each in some]
+            else:
+                losses = self._one_by_one(loss, parts, scale)
+        except BaseException:
+            self._taken = 0  # the next call begins anew
+            raise
         self.reduce()
         return torch.cat([each.reshape(-1) for each in losses]).mean()
 
@@ -289,6 +286,22 @@ class Nodes:
             rng=Stream(self.seed, step=self.step + 1),
             inside=self.inside,
         )
+
+    def _one_by_one(self, loss: Loss, parts: Sequence[Tensor], scale: float) -> list[Tensor]:
+        """Gradients of all nodes; running statistics end as those of node 0, as in DDP."""
+        begun, kept, losses = self._buffers(), list[Tensor](), list[Tensor]()
+        try:
+            for node in range(self.count):
+                self._put_back(begun if node else ())  # every node begins with the same
+                self.model.zero_grad()
+                found = loss(self.model, *(each[node] for each in parts))
+                (found if scale == 1 else found * scale).backward()
+                losses.append(found.detach())
+                self.take()
+                kept = kept or self._buffers()
+        finally:
+            self._put_back(kept if len(losses) == self.count else begun)
+        return losses
 
     def _compute(self, loss: Loss, parts: Sequence[Tensor], scale: float) -> Tensor:
         """Gradients of some nodes at once."""

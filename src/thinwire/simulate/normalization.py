@@ -64,8 +64,10 @@ def batch_norm(  # noqa: PLR0913
             f"batch_norm needs more than one value per channel in training, not {tuple(x.shape)}"
         )
     given = None if training else (running_mean, running_var)
+    if not x.numel():  # there are no statistics of nothing
+        given = (x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]))
     y, mean, var = _normalized(x, weight, bias, layout, eps, given, site)
-    if training and running_mean is not None and running_var is not None:
+    if training and x.numel() and running_mean is not None and running_var is not None:
         count = x.numel() // x.shape[1]
         for running, new, name in (
             (running_mean, mean, "running_mean"),

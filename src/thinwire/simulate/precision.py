@@ -12,25 +12,34 @@ A precision is written as a format's name and options:
 
 A scale belongs to a whole tensor, which is multiplied by it again after rounding. Scales are powers of two,
 so that scaling itself loses nothing, and zeros do not count. `~fit` for integers is the scale of MuPPET
-(Rajagopal et al. 2020): what rounds to the largest integer fits. `~centre` is that of Lu et al. (2019): the
-bulk of the numbers comes to lie where a posit is densest.
+(Rajagopal et al. 2020): what rounds to the largest integer fits; where rounding is not to nearest, what is
+not beyond it, since half a step more would be cut. `~centre` is that of Lu et al. (2019): the bulk of the
+numbers comes to lie where a posit is densest.
 """
 
+import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire import formats
 from thinwire.errors import FormatError
-from thinwire.formats import Format, Int
+from thinwire.formats import Fixed, Float, Format, Int
 from thinwire.rounding import Rounding, Stream
 
 SINGLE = ("fp32", "float32")
+SHORT = {"bf16": "bfloat16", "fp16": "float16"}  #: names that codecs have
 FIT, CENTRE = "fit", "centre"
 SHIFT = 2  #: what Lu et al. add to the mean exponent
 MODES = {"sr": Rounding.STOCHASTIC, **{str(each): each for each in Rounding}}
+#: How many steps below the least and above the largest number rounding still brings to it.
+BEYOND = {
+    Rounding.NEAREST: (0.5, 0.5), Rounding.AWAY: (0.5, 0.5), Rounding.ZERO: (1.0, 1.0),
+    Rounding.UP: (1.0, 0.0), Rounding.DOWN: (0.0, 1.0), Rounding.STOCHASTIC: (0.0, 0.0),
+}  # fmt: skip
 LOWEST, HIGHEST = -126, 127  #: exponents of float32's powers of two
 
 
@@ -63,25 +72,25 @@ class Precision:
             if options:
                 raise FormatError(f"'{spec}': float32 is kept as it is and takes no options")
             return cls()
-        rounding, scale, shift = Rounding.NEAREST, "", SHIFT
-        for option in options:
-            centre = re.fullmatch(r"centre(-?\d+)?", option)
-            if option in MODES:
-                rounding = MODES[option]
-            elif centre:
-                scale, shift = CENTRE, int(centre[1] or SHIFT)
-            elif option == FIT:
-                scale = FIT
-            else:
-                known = ", ".join((*MODES, FIT, CENTRE))
-                raise FormatError(f"'{spec}': unknown option '~{option}'; use one of: {known}")
-        return cls(formats.get(name), rounding, scale, shift)
+        found = [_option(spec, each) for each in options]
+        kinds = ["rounding" in each for each in found]
+        if kinds.count(True) > 1 or kinds.count(False) > 1:
+            raise FormatError(f"'{spec}' has two roundings, or two scales; give one of each at most")
+        return cls(
+            formats.get(SHORT.get(name, name)),
+            **{key: value for each in found for key, value in each.items()},
+        )
 
     def __post_init__(self) -> None:
         if isinstance(self.format, str):
             raise FormatError(f"Precision takes a format; Precision.of('{self.format}') takes a spec")
         if self.scale not in ("", FIT, CENTRE):
             raise FormatError(f"unknown scale '{self.scale}'; use one of: {FIT}, {CENTRE}, or none")
+        try:
+            object.__setattr__(self, "rounding", Rounding(self.rounding))
+        except ValueError:
+            known = ", ".join(Rounding)
+            raise FormatError(f"unknown rounding '{self.rounding}'; use one of: {known}") from None
         if self.format is not None and self.rounding not in self.format.roundings:
             known = ", ".join(self.format.roundings)
             raise FormatError(f"{self.format.name} has no rounding '{self.rounding}'; it has: {known}")
@@ -105,6 +114,23 @@ class Precision:
     def needs_rng(self) -> bool:
         return self.format is not None and self.rounding is Rounding.STOCHASTIC
 
+    @property
+    def reach(self) -> tuple[float, float]:
+        """From where to where a number is rounded; beyond, it overflows or is cut.
+
+        >>> Precision.of("int8").reach, Precision.of("e4m3~zero").reach
+        ((-127.5, 127.5), (-256.0, 256.0))
+        """
+        if self.format is None:
+            return -math.inf, math.inf
+        low, high, step = self.format.min, self.format.max, 0.0
+        if isinstance(self.format, Float):
+            step = max(2.0 ** (math.frexp(high)[1] - 1 - self.format.man), self.format.min_subnormal)
+        elif isinstance(self.format, Int | Fixed):
+            step = self.format.min_subnormal
+        below, above = BEYOND[self.rounding]
+        return low - below * step, high + above * step
+
     def round(self, x: Tensor, rng: Stream | None = None) -> Tensor:
         """x in these numbers, as float32; the same tensor where nothing is rounded. No autograd."""
         if self.format is None:
@@ -112,8 +138,9 @@ class Precision:
         rng = rng if self.needs_rng else None
         if not self.scale:
             return self.format.round(x.detach(), self.rounding, rng)
-        unit = self.unit(x)
-        return self.format.round(x.detach().float() / unit, self.rounding, rng) * unit
+        unit, wide = self.unit(x), x.detach()
+        wide = wide if wide.dtype == torch.float64 else wide.float()  # formats refuse float64, in words
+        return self.format.round(wide / unit, self.rounding, rng) * unit
 
     def unit(self, x: Tensor) -> Tensor:
         """What x is divided by before it is rounded: a power of two, 1 for tensors of zeros alone.
@@ -122,6 +149,8 @@ class Precision:
 
         >>> Precision.of("int8~fit").unit(torch.tensor([127.4, 3.0])).item()
         1.0
+        >>> Precision.of("int8~fit~sr").unit(torch.tensor([127.4, 3.0])).item()
+        2.0
         >>> Precision.of("posit8_1~centre").unit(torch.tensor([0.25, 0.5, 0.0])).item()
         1.0
         """
@@ -130,7 +159,8 @@ class Precision:
         assert self.format is not None
         magnitude = x.detach().float().abs()
         if self.scale == FIT:
-            half = 0.5 if isinstance(self.format, Int) else 0.0
+            nearest = self.rounding in (Rounding.NEAREST, Rounding.AWAY)
+            half = 0.5 if nearest and isinstance(self.format, Int) else 0.0
             exponent = _ceil_log2(magnitude.amax().double() / (self.format.max + half))
         else:
             logs = torch.where(magnitude == 0, 0, magnitude.double().log2()).sum()
@@ -140,6 +170,18 @@ class Precision:
         unit = torch.ldexp(one, exponent.clamp(LOWEST, HIGHEST))
         unit = torch.where(magnitude.any(), unit, one)
         return torch.where(magnitude.isfinite().all(), unit, torch.nan)
+
+
+def _option(spec: str, option: str) -> dict[str, Any]:
+    """What an option of a spec says."""
+    if option in MODES:
+        return {"rounding": MODES[option]}
+    if option == FIT:
+        return {"scale": FIT}
+    if centre := re.fullmatch(r"centre(-?\d+)?", option):
+        return {"scale": CENTRE, "shift": int(centre[1] or SHIFT)}
+    known = ", ".join((*MODES, FIT, CENTRE))
+    raise FormatError(f"'{spec}': unknown option '~{option}'; use one of: {known}")
 
 
 def _ceil_log2(x: Tensor) -> Tensor:

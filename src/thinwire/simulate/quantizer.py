@@ -1,7 +1,7 @@
 """Rounding inside of a network: values on the way forward, gradients on the way back.
 
 The derivative of rounding is taken as one (straight-through): the gradient of what comes out is, rounded to a
-format of its own, the gradient of what went in.
+format of its own, the gradient of what went in. A gradient of that gradient is rounded likewise.
 """
 
 from dataclasses import replace
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import FormatError
 from thinwire.formats import Format
 from thinwire.rounding import Rounding, Stream
 from thinwire.simulate.counters import Counters
-from thinwire.simulate.precision import Precision
+from thinwire.simulate.precision import MODES, Precision
 
 
 class Quantizer(nn.Module):
@@ -57,7 +56,7 @@ class Quantizer(nn.Module):
         if all(each.format is None for each in self.precisions):
             return x
         self.calls += 1
-        found: Tensor = _Round.apply(x, self, self.calls)
+        found: Tensor = _Round.apply(x, self, False, self.calls)
         return found
 
     def rounded(self, x: Tensor, backward: bool, call: int) -> Tensor:
@@ -67,11 +66,11 @@ class Quantizer(nn.Module):
             return x.clone()
         way = "backward" if backward else "forward"
         rng = Stream(self.seed, step=call, tensor=f"{self.name}/{way}") if precision.needs_rng else None
-        result = precision.round(x, rng)
+        result = precision.round(x, rng).to(x.dtype)
         if self.counters is not None:
             unit = precision.unit(x) if precision.scale else 1.0
-            self.counters.note(f"{self.name}/{way}", precision.format, x, result, unit)
-        return result.to(x.dtype)
+            self.counters.note(f"{self.name}/{way}", precision, x, result, unit)
+        return result
 
     def extra_repr(self) -> str:
         return "forward={}, backward={}".format(*(each.spec for each in self.precisions))
@@ -79,20 +78,19 @@ class Quantizer(nn.Module):
 
 class _Round(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, call: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, backward: bool, call: int) -> Tensor:
         ctx.quantizer, ctx.call = quantizer, call
-        return quantizer.rounded(x, False, call)
+        return quantizer.rounded(x, backward, call)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.quantizer.rounded(gradient, True, ctx.call), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        found: Tensor = _Round.apply(gradient, ctx.quantizer, True, ctx.call)  # can itself be differentiated
+        return found, None, None, None
 
 
 def _rounded(spec: Precision | Format | str | None, rounding: Rounding | str | None) -> Precision:
     precision = Precision.of(spec)
     if rounding is None:
         return precision
-    try:
-        return replace(precision, rounding=Rounding(rounding))
-    except ValueError:
-        raise FormatError(f"unknown rounding '{rounding}'; use one of: {', '.join(Rounding)}") from None
+    mode: Any = MODES.get(str(rounding), rounding)  # a precision says which there are
+    return replace(precision, rounding=mode)

@@ -86,6 +86,14 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     source: str = ""  #: where it comes from
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, Stages):
+            raise FormatError(f"a recipe needs Stages, such as Stages.uniform('e4m3'), not {self.stages!r}")
+        rules = self.rules if isinstance(self.rules, tuple | list) else None
+        if rules is None or not all(isinstance(rule, Rule) for rule in rules):
+            raise FormatError(f"a recipe's rules are a tuple of Rule, not {self.rules!r}")
+        object.__setattr__(self, "rules", tuple(rules))
+
     def route(self, name: str, kind: str, places: tuple[str, ...] = ()) -> Rule | None:
         """The rule that takes a layer, if one does."""
         return next((rule for rule in self.rules if rule.matches(name, kind, places)), None)
@@ -200,7 +208,7 @@ _BF16 = Recipe("bf16", Stages.uniform("bfloat16"), source="Zamirai et al. 2020, 
 RECIPES: dict[str, Recipe] = {
     each.name: each
     for each in (
-        Recipe("fp32", Stages(), source="float32, as torch computes"),
+        Recipe("fp32", Stages(), source="float32; products are torch's, a bias is added to them"),
         _BF16,
         replace(_BF16, name="bf16~sr", stages=replace(_BF16.stages, optimizer="bfloat16~sr")),
         replace(_BF16, name="bf16~fp32", stages=replace(_BF16.stages, optimizer="fp32")),

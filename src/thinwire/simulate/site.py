@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire import formats
 from thinwire.errors import InputError
-from thinwire.formats import Format
+from thinwire.formats import Float, Format
 from thinwire.rounding import Rounding, Stream
 from thinwire.simulate.counters import Counters
 from thinwire.simulate.gemm import Arithmetic, matmul
@@ -71,7 +71,7 @@ class Site:
         result = how.round(x, self._stream(what) if how.needs_rng else None)
         if self.counters is not None:
             unit = how.unit(x) if how.scale else 1.0
-            self.counters.note(f"{self.name}/{what}", how.format, x, result, unit)
+            self.counters.note(f"{self.name}/{what}", how, x, result, unit)
         return result
 
     def cut(self, y: Tensor) -> Tensor | None:
@@ -124,7 +124,10 @@ class Site:
         total = a + b
         if how is None or how.sum is None:
             return total
-        return formats.get(how.sum).round(total, how.rounding, self._draws(how, f"{what}+"))
+        kept = formats.get(how.sum)
+        if isinstance(kept, Float) and not kept.has_nan:  # its sign would matter, and differs by device
+            total = torch.where(total.isnan(), torch.nan, total)
+        return kept.round(total, how.rounding, self._draws(how, f"{what}+"))
 
     def total(self, rows: Tensor, how: Arithmetic | None, what: str, of: str = "") -> Tensor:
         """The sum of the rows of [..., M, N], added up as products are; nothing is multiplied."""

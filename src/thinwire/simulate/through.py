@@ -90,7 +90,7 @@ def attach(model: nn.Module, codec: Codec | str, *, seed: int = 0) -> Through:
         def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any], name: str = name) -> Any:
             found.calls += 1
             x = given[0] if given else named["input"]
-            sent = _Sent.apply(x, found, name, found.calls)
+            sent = _Sent.apply(x, found, name, "activation", found.calls)
             return ((sent, *given[1:]), named) if given else ((), {**named, "input": sent})
 
         found._hooks.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
@@ -99,10 +99,11 @@ def attach(model: nn.Module, codec: Codec | str, *, seed: int = 0) -> Through:
 
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, through: Through, name: str, call: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, through: Through, name: str, what: str, call: int) -> Tensor:
         ctx.through, ctx.name, ctx.call = through, name, call
-        return through.sent(x, f"{name}/activation", call)
+        return through.sent(x, f"{name}/{what}", call)
 
     @staticmethod
-    def backward(ctx: Any, error: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.through.sent(error, f"{ctx.name}/error", ctx.call), None, None, None
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor, None, None, None, None]:
+        found: Tensor = _Sent.apply(error, ctx.through, ctx.name, "error", ctx.call)
+        return found, None, None, None, None

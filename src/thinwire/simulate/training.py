@@ -25,12 +25,15 @@ from thinwire.errors import InputError
 from thinwire.policy import Policy
 from thinwire.simulate import recorded as recording
 from thinwire.simulate import through
+from thinwire.simulate.layers import Simulated
 from thinwire.simulate.loss_scale import NONE, LossScale
 from thinwire.simulate.nodes import Nodes
+from thinwire.simulate.quantizer import Quantizer
 
 AT_ONCE = 2000  #: images of an evaluation
 POINTS = 20  #: of a curve
 EVALUATIONS = 4  #: of them with an accuracy, the last among them
+OPTIONS = ("lr", "momentum", "weight_decay")  #: of a plan, for the optimizer that nobody gave
 GRADIENTS, ACTIVATIONS = "gradients", "activations"
 
 Loss = Callable[..., Tensor]
@@ -52,7 +55,7 @@ class Trained:
     """What came of a run."""
 
     points: tuple[Point, ...]
-    accuracy: float  #: at the end, on the test set
+    accuracy: float  #: at the end, on the test set; NaN where targets are not classes
     steps: int  #: made; fewer than asked for if the loss stopped being a number
     skipped: int  #: that a loss scale left out, because gradients were not finite
     sent_nbytes: int  #: what a node would send for one step; 0 if there is but one
@@ -77,8 +80,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be 1 or more, not {getattr(self, name)}")
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                raise InputError(f"{name} must be a whole number, 1 or more, not {number}")
 
     def share(self, step: int) -> float:
         """Of the learning rate, at a step, counted from 0.
@@ -114,8 +118,10 @@ def train(  # noqa: PLR0913
 ) -> Trained:
     """Train a model in place with the gradients of `nodes` nodes, each with a micro-batch of its own.
 
-    `data` is the name of an image set (`thinwire.data`), or images, or a pair of tensors. `wire` and
-    `schedule` are those of `Nodes`; `settings` are fields of `Plan`. With `pure` there is one node, and
+    `data` is the name of an image set (`thinwire.data`), or images, or a pair of tensors, which are taken as
+    they are, but for bytes: those become float32. `wire` and `schedule` are those of `Nodes`; `settings` are
+    fields of `Plan`, whose `decay` is that of any optimizer's rate: by default it falls to zero in a straight
+    line (`decay=lambda done: 1.0` keeps it). With `pure` there is one node, and
     `wire` is a codec through which "gradients", or "activations" and errors, pass: Dettmers' pure 8-bit mode.
     `each_step` is called after every step. With `recorded`, on a GPU, a step is recorded as a CUDA graph and
     replayed: small networks train several times as fast (`thinwire.simulate.recorded`).
@@ -127,18 +133,12 @@ def train(  # noqa: PLR0913
     >>> done.accuracy > 0.9
     True
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"train takes a torch.nn.Module, not {type(model).__name__}")
-    if optimizer is not None and not callable(optimizer):
-        raise InputError(
-            "optimizer is a function that makes one of parameters, such as "
-            "lambda parameters: simulate.SGD(parameters, lr=0.1)"
-        )
-    plan = _plan(plan, settings)
-    device = usable(next(model.parameters()).device if device is None else device)
+    plan = _plan(plan, settings, optimizer)
+    parameters = _trainable(model)
+    device = usable(parameters[0].device if device is None else device)
     images, tests = _data(data, tests, device)
     model.to(device).train()
-    made = (optimizer or _sgd(plan))([each for each in model.parameters() if each.requires_grad])
+    made = _made(optimizer or _sgd(plan), parameters)
     rates = [group["lr"] for group in made.param_groups]
     scaling = _scaling(loss_scale)
     several = Nodes(model, nodes, "fp32" if pure else wire, "auto" if pure else schedule, seed=seed)
@@ -173,6 +173,10 @@ def _ways(
     several: Nodes, loss: Loss, together: int, optimizer: torch.optim.Optimizer, recorded: bool
 ) -> tuple[Callable[..., Tensor], Callable[[], object]]:
     """How gradients are made, and how weights are changed."""
+    if min(together, several.count) > 1 and isinstance(loss, Simulated):
+        raise InputError(
+            "the loss computes in other numbers, which nodes computed together cannot; use together=1"
+        )
 
     def of_node(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return loss(net(x), y)
@@ -230,25 +234,51 @@ def usable(device: torch.device | str) -> torch.device:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, tests: Images) -> float:
-    """The share of images whose class a model finds."""
-    before = {each: each.training for each in model.modules()}
-    calls = {each: each.calls for each in model.modules() if hasattr(each, "calls")}
+def evaluate(model: nn.Module, tests: Images | tuple[Tensor, Tensor]) -> float:
+    """The share of targets whose class a model finds; NaN where targets are not numbers of classes.
+
+    Classes are along the second dimension of what the model puts out, as `cross_entropy` has them. Neither
+    counters nor random numbers of training know of it.
+
+    >>> evaluate(nn.Identity(), (torch.eye(3), torch.tensor([0, 1, 1])))
+    0.6666666666666666
+    """
+    with _looking(model):
+        images = _images(tests)
+        right = torch.zeros((), dtype=torch.int64, device=images.y.device)
+        for start in range(0, len(images), AT_ONCE):
+            x, y = images.batch(slice(start, start + AT_ONCE))
+            found = model(x)
+            found = found.argmax(1) if found.ndim > 1 else found
+            if y.is_floating_point() or found.shape != y.shape:
+                return math.nan
+            right += (found == y).sum()
+    return right.item() / images.y.numel()
+
+
+@contextlib.contextmanager
+def _looking(model: nn.Module) -> Iterator[None]:
+    """In which a model is in evaluation, and leaves no trace."""
+    before: list[tuple[nn.Module, str, Any]] = [(each, "training", each.training) for each in model.modules()]
+    for module in model.modules():
+        if isinstance(module, Simulated | Quantizer):
+            before += [(module, "calls", module.calls), (module, "counters", module.counters)]
+            module.counters = None
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=tests.y.device)
-    for start in range(0, len(tests), AT_ONCE):
-        x, y = tests.batch(slice(start, start + AT_ONCE))
-        right += (model(x).argmax(1) == y).sum()
-    for module, number in calls.items():  # evaluation does not change the random numbers of training
-        module.calls = number
-    for module, training in before.items():
-        module.training = training
-    return right.item() / len(tests)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
-def _plan(plan: Plan | None, settings: dict[str, Any]) -> Plan:
+def _plan(plan: Plan | None, settings: dict[str, Any], optimizer: Optimizer | None) -> Plan:
     if plan is not None and settings:
         raise InputError(f"give a plan, or {', '.join(settings)}, not both")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan is a simulate.Plan, not {type(plan).__name__}")
+    if optimizer is not None and (unused := [each for each in OPTIONS if each in settings]):
+        raise InputError(f"{', '.join(unused)} would not be used: give it to the optimizer that you make")
     known = tuple(Plan.__dataclass_fields__)
     for name in settings:
         if name not in known:
@@ -276,9 +306,40 @@ def _images(data: Images | tuple[Tensor, Tensor]) -> Images:
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise InputError(f"data is a name, images, or a pair (x, y) of tensors, not {type(data).__name__}")
     x, y = data
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise InputError(f"x and y must be tensors, not {type(x).__name__} and {type(y).__name__}")
     if len(x) != len(y):
         raise InputError(f"x has {len(x)} samples and y {len(y)}; give as many of each")
-    return Images(x, y, 0.0, 1.0)
+    return Images(x, y, 0.0, 1.0) if x.dtype == torch.uint8 else _Pair(x, y, 0.0, 1.0)
+
+
+class _Pair(Images):
+    """Tensors that are taken as they are."""
+
+    def batch(self, picked: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return self.x[picked], self.y[picked]
+
+    def to(self, device: torch.device | str) -> "_Pair":
+        return _Pair(self.x.to(device), self.y.to(device), self.mean, self.deviation)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"train takes a torch.nn.Module, not {type(model).__name__}")
+    found = [each for each in model.parameters() if each.requires_grad]
+    if not found:
+        raise InputError("the model has no parameter that wants a gradient: nothing can be trained")
+    return found
+
+
+def _made(optimizer: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = optimizer(parameters) if callable(optimizer) else optimizer
+    if not callable(optimizer) or not isinstance(made, torch.optim.Optimizer):
+        raise InputError(
+            "optimizer is a function that makes one of parameters, such as lambda parameters: "
+            f"simulate.SGD(parameters, lr=0.1); it is, or makes, {type(made).__name__}"
+        )
+    return made
 
 
 def _sgd(plan: Plan) -> Optimizer:

@@ -82,6 +82,10 @@ class Rounded(Optimizer):
         super().__init__(params if names is None else _named(names, params), {**defaults, **options})
         self.counters = kept.get("counters")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies have."""
+        return {**super().__getstate__(), "counters": self.counters}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; what the group does not say is as for the others."""
         group = dict(param_group)
