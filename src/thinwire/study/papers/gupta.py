@@ -11,12 +11,13 @@ def _arm(fraction: int, random: str, clip: str = "+clip") -> Arm:
     return Arm(f"<{16 - fraction}, {fraction}> {how}", recipe=f"gupta/{number}{random}+exact{clip}")
 
 
+WIDER = Arm("<2, 14> at random, results <4, 12>", recipe="gupta/2.14/4.12~sr+exact+clip")
 ARMS = (
     Arm("fp32"),
     *(_arm(fraction, random) for random in ("", "~sr") for fraction in FRACTIONS),
     *(_arm(fraction, "~sr", "") for fraction in (12, 14)),
+    WIDER,
 )
-WIDER = Arm("<2, 14> at random, results <4, 12>", recipe="gupta/2.14/4.12~sr+exact+clip")
 MNIST = Table("MNIST, 784-1000-1000-10", "mnist", "mlp-1000", ARMS, 1, 6000, 100, 0.1, 0.0, unit=True)
 RANGE = Table(
     "digits, 64-256-128-10, range",
