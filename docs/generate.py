@@ -237,20 +237,19 @@ def reproduction(name: str) -> str:
     if not path.exists():
         return "\n\n".join((*parts, f"Not run at full length yet; `thinwire simulate {name}` does."))
     record = json.loads(path.read_text())
-    made = f"{report.made_on(record)}, {record['date'][:10]}, commit `{record['commit']}`"
-    parts.append(f"`{report.command(record)}`; {made}.")
+    parts.append(f"`{report.command(record)}`")
     done = {part["title"] for part in record["tables"]}
     missing = [each.title for each in paper.sized(papers.FULL) if each.title not in done]
     if missing:
         parts.append(f"Not run yet: {'; '.join(missing)}.")
-    if record["claims"]:
-        parts.append(table(list(judge.CLAIMS), [list(row) for row in judge.claims(record)]))
     for part in record["tables"]:
         lines = judge.cells(part)
         kept = judge.columns(lines)
         rows = [[f"`{row[0]}`", *(row[number] for number in kept[1:])] for row in lines]
-        title = f"#### {part['title']}\n\n{report.setting(part)}"
-        parts.append(f"{title}\n\n" + table([judge.HEADER[number] for number in kept], rows))
+        parts.append(f"#### {part['title']}\n\n{report.setting(part)} {report.origin(part)}")
+        if said := judge.claims(record, part["title"]):
+            parts.append(table(list(judge.CLAIMS), [list(row) for row in said]))
+        parts.append(table([judge.HEADER[number] for number in kept], rows))
     parts.append("\n".join(f"- {note}" for note in record["notes"]))
     return "\n\n".join(filter(None, parts))
 

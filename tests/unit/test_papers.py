@@ -83,30 +83,36 @@ def records(**accuracies):
 
 BASE = (0.90, 0.91, 0.92)
 NEAR = (0.898, 0.9082, 0.918)
-LOW = (0.80, 0.81, 0.82)
+FAR = (0.89, 0.9003, 0.91)
+LOW = (0.80, 0.811, 0.82)
 WIDE = (0.70, 0.91, 0.99)
+SOME = (0.80, 0.81, 0.49)  # half-way from guessing to the base is 50.5 %
+NONE = (0.10, 0.20, 0.50)
 
 
 @pytest.mark.parametrize(
     ("kind", "points", "a", "verdict"),
     [
-        ("same", 0, BASE, "agrees"),
         ("same", 0, NEAR, "agrees"),
+        ("same", 0, FAR, "disagrees"),
         ("same", 0, LOW, "disagrees"),
         ("same", 0, WIDE, "undecided"),
-        ("same", 0.1, NEAR, "disagrees"),
-        ("same", 0.19, NEAR, "undecided"),
-        ("same", 0.3, NEAR, "agrees"),
+        ("same", 0, BASE, "undecided"),  # all differences are the same: there is no interval
+        ("same", 0, NEAR[:2], "undecided"),  # too few
         ("overlap", 0, WIDE, "agrees"),
-        ("overlap", 0, NEAR, "disagrees"),
+        ("overlap", 0, NEAR, "agrees"),
+        ("overlap", 0, LOW, "disagrees"),
         ("lower", 5, LOW, "agrees"),
         ("lower", 15, LOW, "disagrees"),
-        ("lower", 1, BASE, "disagrees"),
+        ("lower", 9.9, LOW, "undecided"),
+        ("lower", 1, NEAR, "disagrees"),
         ("lower", 1, WIDE, "undecided"),
-        ("trains", 80, LOW, "agrees"),
-        ("trains", 82, LOW, "disagrees"),
-        ("fails", 82, LOW, "agrees"),
-        ("fails", 80, LOW, "disagrees"),
+        ("trains", 0, LOW, "agrees"),
+        ("trains", 0, SOME, "undecided"),
+        ("trains", 0, NONE, "disagrees"),
+        ("fails", 0, LOW, "disagrees"),
+        ("fails", 0, SOME, "undecided"),
+        ("fails", 0, NONE, "agrees"),
     ],
 )
 def test_claims_are_judged_by_intervals(kind, points, a, verdict):
@@ -125,8 +131,9 @@ def test_orders_and_arms_that_were_not_run():
     found = judge.result(paper, [TABLE], records(fp32=BASE, a=LOW), "cpu")
     assert [each["verdict"] for each in found["claims"]] == ["agrees", "disagrees", "not run"]
     row = found["tables"][0]["rows"][1]
-    assert row["difference"]["mean"] == pytest.approx(-0.1)
-    assert judge.cells(found["tables"][0])[1][:3] == ("a", "81.00 ± 1.00", "-10.00")
+    assert row["difference"]["mean"] == pytest.approx(-0.0997, abs=1e-4)
+    assert judge.cells(found["tables"][0])[1][:3] == ("a", "81.03 ± 1.00", "-9.97")
+    assert judge.claims(found, "t")[0][2:] == ("+9.82 to +10.11", "agrees")
     claims = tuple(Claim("", "t", "better", pair) for pair in (("fp32", "a"), ("a", "fp32"), ("b", "fp32")))
     found = judge.result(replace(paper, claims=claims), [TABLE], records(fp32=BASE, a=NEAR, b=WIDE), "cpu")
     assert [each["verdict"] for each in found["claims"]] == ["agrees", "disagrees", "undecided"]
@@ -191,3 +198,60 @@ def test_a_result_of_several_machines_names_all():
     assert found["commit"] == "a, b"
     assert report.made_on(found) == "H; P"
     assert report.made_on({**found, "device": "cuda"}) == "H"
+
+
+@pytest.mark.parametrize(
+    ("a", "verdict", "interval"),
+    [
+        ((0.91, 0.9203, 0.93), "higher", "+0.97 to +1.05"),
+        ((*BASE[:1], 0.9105, 0.9205), "same", None),
+        (NEAR, "near", None),
+        (FAR, "lower", None),
+        (WIDE, "unknown", None),
+        (SOME, "1 of 3 fail", ""),
+        (NONE, "fails", ""),
+        (NEAR[:2], "", ""),
+        (NEAR[:1], "", ""),
+        (BASE, "", ""),
+    ],
+)
+def test_rows_say_what_their_seeds_allow(a, verdict, interval):
+    paper = Paper("made-up", "", "", "", {"full": (TABLE,)})
+    found = judge.result(paper, [TABLE], records(fp32=BASE, a=a), "cpu")["tables"][0]
+    cells = judge.cells(found)[1]
+    assert cells[4] == verdict
+    assert (cells[3] == interval) if interval is not None else cells[3]
+    assert ("±" in cells[1]) == (len(a) > 1)
+
+
+def test_a_run_whose_loss_is_no_number_has_failed():
+    made = records(fp32=BASE, a=NEAR)
+    made[-1] = replace(made[-1], points=(replace(made[-1].points[0], loss=float("nan")),))
+    paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", "trains", ("a",)),))
+    found = judge.result(paper, [TABLE], made, "cpu")
+    assert judge.cells(found["tables"][0])[1][4] == "1 of 3 fail"
+    assert judge.claims(found, "t") == [("", "paper", "2 of 3 train", "undecided")]
+
+
+def test_an_arm_that_fails_is_not_better():
+    paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", "better", ("a", "b")),))
+    found = judge.result(paper, [TABLE], records(fp32=BASE, a=NONE, b=(0.1, 0.1, 0.1)), "cpu")
+    assert judge.claims(found, "t") == [("", "paper", "3 of 3 fail", "disagrees")]
+
+
+def test_differences_of_nothing_have_no_sign():
+    assert [judge.signed(each) for each in (-0.00001, 0.0, 0.00006, -0.012)] == [
+        "0.00",
+        "0.00",
+        "+0.01",
+        "-1.20",
+    ]
+
+
+def test_tables_say_where_and_when_their_runs_were_made():
+    paper = Paper("made-up", "t", "s", "q", {"full": (TABLE,)}, (), ())
+    place = {"commit": "b", "machine": {"gpu": "H"}, "device": "cuda", "date": "2000-01-02T03:00"}
+    made = [replace(each, environment=place) for each in records(fp32=BASE)]
+    made[0] = replace(made[0], environment={**place, "date": "2000-01-01T03:00", "commit": "a"})
+    found = judge.result(paper, [TABLE], made, "cuda")
+    assert report.origin(found["tables"][0]) == "H, 2000-01-01 to 2000-01-02, commit a, b."

@@ -67,9 +67,11 @@ def test_dots_are_the_differences_of_the_result():
         trace = by_name.get(verdict, {"x": [], "meta": {"arms": []}})
         for number, arm in enumerate(trace["meta"]["arms"]):
             row = arms[arm]
-            assert row["verdict"] == verdict
+            assert paper_figures.kind(row) == verdict
             assert trace["x"][number] == axis.place(100 * row["difference"]["mean"])
-            low, high = (axis.place(100 * each) for each in row["interval"])
+            ends = paper_figures.interval(row) or (100 * row["difference"]["mean"],) * 2
+            assert (row["failed"] > 0) == (ends[0] == ends[1])
+            low, high = map(axis.place, ends)
             assert trace["x"][number] + trace["error_x"]["array"][number] == pytest.approx(high)
             assert trace["x"][number] - trace["error_x"]["arrayminus"][number] == pytest.approx(low)
             seen.add(arm)
@@ -103,7 +105,7 @@ def test_curves_are_means_over_seeds_and_stop_where_runs_break_off():
     assert all(map(math.isfinite, arm["y"][:10]))
     page = papers.render([result("mogami", QUICK, broken=broken)], runs)
     assert "NaN" not in page[page.index('id="data"') :]
-    assert "3 broke off" in page
+    assert re.search('class="verdict"[^>]*>.*fails<', page)
 
 
 def test_a_page_says_what_the_result_says():
@@ -115,7 +117,9 @@ def test_a_page_says_what_the_result_says():
     for verdict in (judge.AGREES, judge.MISSING):
         count = sum(claim["verdict"] == verdict for claim in found["claims"])
         assert page.count(f'<li data-verdict="{verdict}">') == count > 0
-    assert {"claimed by the paper", "expected from rounding errors"} <= set(re.findall('"by">([^<]*)<', page))
+    said = re.findall('"by">([^<;]*)(; found: [^<]*)?<', page)
+    assert {"claimed by the paper", "expected from rounding errors"} <= {who for who, _ in said}
+    assert [bool(found) for _, found in said].count(False) == page.count('<li data-verdict="not run">')
     for words in (
         found["question"],
         found["commit"],

@@ -123,16 +123,22 @@ def print_result(found: dict[str, Any]) -> None:
     from thinwire.study.papers import judge
 
     typer.echo(f"{found['question']}\n{found['source']}")
+    quick = list(found["notes"]) == [judge.TRIED]
+    if quick:
+        typer.echo(judge.TRIED)
     for part in found["tables"]:
         count = len(part["seeds"])
-        title = f"{part['title']}, {count} seed{'' if count == 1 else 's'}"
+        sure = f"{100 * part['setting']['confidence']:g} %"
+        title = f"{part['title']}, {count} seed{'' if count == 1 else 's'}, intervals of {sure}"
         lines = judge.cells(part)
         kept = judge.columns(lines)
         header, *rows = (tuple(line[column] for column in kept) for line in (judge.HEADER, *lines))
         print_table(title, header, rows, right=tuple(range(1, len(kept))))
-    if found["claims"]:
-        print_table("claims", judge.CLAIMS, judge.claims(found))
-    for note in found["notes"]:
+        if said := judge.claims(found, part["title"]):
+            print_table("claims about it", judge.CLAIMS, said)
+    for line in judge.LEGEND:
+        typer.echo(line)
+    for note in () if quick else found["notes"]:
         typer.echo(f"- {note}")
 
 

@@ -10,21 +10,24 @@ from thinwire.report import text
 from thinwire.report.scale import Scale, fit
 from thinwire.report.theme import KNOWN, SHAPES, SPARE
 from thinwire.study import Record
-from thinwire.study.papers import PREFIX
+from thinwire.study.papers import PREFIX, judge
 
 Plain = dict[str, Any]
 
 ROW, NARROW_ROW = 34, 52  #: heights of an arm, with its name beside and above the marks
 BELOW = 0.27  #: of a row: how far seeds stand below their mean
 CURVE = 320
-MARGIN = 1.0  #: points that "same" and "near" may lie below the base
+MARGIN = 100 * judge.MARGIN  #: points that "same" and "near" may lie below the base
 CUT = 1.25  #: losses above so many times the base's largest are not drawn
 #: Verdicts: colour, marker, and what they mean.
 VERDICTS = {
-    "same": ("#0da1cc", "circle", "not a point lower"),
-    "near": ("#5262c2", "square", "less accurate, by less than a point"),
+    "higher": ("#1d8a5f", "triangle-up", "more accurate"),
+    "same": ("#0da1cc", "circle", "not half a point lower"),
+    "near": ("#5262c2", "square", "less accurate, by less than half a point"),
     "lower": ("#e65b00", "triangle-down", "less accurate"),
+    "fails": ("#b3261e", "cross", "seeds end nearer to guessing"),
     "unknown": ("#74727f", "diamond", "the interval allows both"),
+    "open": ("#74727f", "circle", "too few seeds to say"),
 }
 SIZES = {"triangle-down": 14, "diamond": 13}
 PAPER = "#ad1bff"
@@ -34,6 +37,18 @@ COLOURS = (*(colour for name, colour in KNOWN.items() if name != "fp32"), *SPARE
 def compared(part: Plain) -> list[Plain]:
     """The arms of a table that are compared with its base."""
     return [row for row in part["rows"] if row["arm"] != part["setting"]["base"]]
+
+
+def kind(row: Plain) -> str:
+    """Which of `VERDICTS` a line has."""
+    verdict = str(row["verdict"]) or "open"
+    return verdict if verdict in VERDICTS else "fails"
+
+
+def interval(row: Plain) -> tuple[float, float] | None:
+    """In points, where one is shown."""
+    found = row["interval"]
+    return (100 * found[0], 100 * found[1]) if found and kind(row) not in ("fails", "open") else None
 
 
 def base(part: Plain) -> Plain | None:
@@ -47,6 +62,12 @@ def printed(part: Plain) -> dict[str, float]:
     if first is None or first["paper"] is None:
         return {}
     return {row["arm"]: row["paper"] - first["paper"] for row in compared(part) if row["paper"] is not None}
+
+
+def legend(verdict: str) -> str:
+    """A verdict, and what it means."""
+    meaning = VERDICTS[verdict][2]
+    return meaning if verdict == "open" else f"{verdict}: {meaning}"
 
 
 def seeds(part: Plain, row: Plain) -> list[float]:
@@ -70,8 +91,7 @@ def scale(part: Plain) -> Scale:
         mean = _mean(row)
         if mean is not None:
             marks.append(mean)
-            low, high = row["interval"] or (mean / 100,) * 2
-            intervals.append((mean, 100 * low, 100 * high))
+            intervals.append((mean, *(interval(row) or (mean, mean))))
     return fit([each for each in marks if math.isfinite(each)], intervals)
 
 
@@ -81,7 +101,7 @@ def dots(part: Plain) -> Plain:
     numbers = {row["arm"]: number for number, row in enumerate(rows)}
     data = [_seeds(part, rows, axis)]
     for verdict in VERDICTS:
-        mine = [row for row in rows if row["verdict"] == verdict and _mean(row) is not None]
+        mine = [row for row in rows if kind(row) == verdict and _mean(row) is not None]
         if mine:
             data.append(_means(verdict, mine, numbers, axis))
     found = printed(part)
@@ -133,7 +153,7 @@ def _value(row: Plain) -> str:
     mean = _mean(row)
     if mean is None:
         return "not finite" if row["difference"] else text.NOTHING
-    return text.minus(f"{mean:+.2f}")
+    return text.minus(judge.signed(mean / 100))
 
 
 def _safe(words: str) -> str:
@@ -142,16 +162,13 @@ def _safe(words: str) -> str:
 
 
 def _means(verdict: str, rows: Sequence[Plain], numbers: Mapping[str, int], axis: Scale) -> Plain:
-    colour, symbol, meaning = VERDICTS[verdict]
+    colour, symbol, _ = VERDICTS[verdict]
     means = [100 * row["difference"]["mean"] for row in rows]
-    ends = [
-        [100 * each for each in row["interval"]] if row["interval"] else [mean, mean]
-        for row, mean in zip(rows, means, strict=True)
-    ]
+    ends = [interval(row) or (mean, mean) for row, mean in zip(rows, means, strict=True)]
     places = [axis.place(mean) for mean in means]
     said = [
-        text.minus(f"{_value(row)} ({low:+.2f} to {high:+.2f})")
-        for row, (low, high) in zip(rows, ends, strict=True)
+        text.minus(f"{_value(row)} ({judge.said(row['interval'])})" if interval(row) else _value(row))
+        for row in rows
     ]
     return {
         "type": "scatter",
@@ -172,7 +189,7 @@ def _means(verdict: str, rows: Sequence[Plain], numbers: Mapping[str, int], axis
         "marker": {"color": colour, "symbol": symbol, "size": SIZES.get(symbol, 11), "line": {"width": 0}},
         "text": [_safe(row["arm"]) for row in rows],
         "customdata": said,
-        "hovertemplate": f"<b>%{{text}}</b><br>%{{customdata}}<br>{verdict}: {meaning}<extra></extra>",
+        "hovertemplate": f"<b>%{{text}}</b><br>%{{customdata}}<br>{legend(verdict)}<extra></extra>",
     }
 
 
@@ -185,7 +202,7 @@ def _seeds(part: Plain, rows: Sequence[Plain], axis: Scale) -> Plain:
         "x": [axis.place(each) for _, _, each in found],
         "y": [number + BELOW for number, _, _ in found],
         "marker": {
-            "color": [VERDICTS[row["verdict"]][0] for _, row, _ in found], "size": 5, "opacity": 0.6,
+            "color": [VERDICTS[kind(row)][0] for _, row, _ in found], "size": 5, "opacity": 0.6,
         },
         "customdata": [text.minus(f"{each:+.2f}") for _, _, each in found],
         "hovertemplate": "one seed: %{customdata}<extra></extra>",

@@ -154,7 +154,8 @@ def _paper(number: int, result: Plain, several: bool, drawn: set[str]) -> str:
         _table(number, place, part, drawn) for place, part in enumerate(result["tables"]) if part["rows"]
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in result["notes"])
-    kept = f'<h2>What differs, and why</h2><ul class="notes">{notes}</ul>' if notes else ""
+    heading = "What this is" if list(result["notes"]) == [judge.TRIED] else "What differs, and why"
+    kept = f'<h2>{heading}</h2><ul class="notes">{notes}</ul>' if notes else ""
     return f"""<section class="paper" id="paper-{number}" data-paper="{escape(result["paper"])}">
 {head}
 {_claims(number, result)}
@@ -185,9 +186,10 @@ def _claims(number: int, result: Plain) -> str:
 
 
 def _by(claim: Plain) -> str:
-    """Who says so."""
+    """Who says so, and what was found."""
     who = str(claim["by"])
-    return BY.get(who, who)
+    found = text.minus(claim.get("found", ""))
+    return f"{BY.get(who, who)}; found: {found}" if found else BY.get(who, who)
 
 
 def _table(number: int, place: int, part: Plain, drawn: set[str]) -> str:
@@ -199,7 +201,7 @@ def _table(number: int, place: int, part: Plain, drawn: set[str]) -> str:
     dots = f"dots-{number}-{place}"
     return f"""<section class="table" id="table-{number}-{place}">
 <h3>{escape(part["title"])}</h3>
-<p>{escape(setting(part))}</p>
+<p>{escape(setting(part))} {escape(origin(part))}</p>
 {_dots(dots, part) if dots in drawn else ""}
 {_numbers(part)}
 {curves}
@@ -218,6 +220,15 @@ def setting(part: Plain) -> str:
     )
 
 
+def origin(part: Plain) -> str:
+    """Where, when and by which version of the code the runs of a table were made."""
+    made = part.get("made", {})
+    where = made_on({"device": "", **made})
+    commit = f"commit {made['commit']}" if made.get("commit", "unknown") != "unknown" else ""
+    found = ", ".join(filter(None, (where, made.get("dates", ""), commit)))
+    return f"{found}." if found else ""
+
+
 def _dots(name: str, part: Plain) -> str:
     base = escape(part["setting"]["base"])
     return f"""<figure class="wide">
@@ -229,10 +240,10 @@ def _dots(name: str, part: Plain) -> str:
 
 
 def _legend(part: Plain) -> str:
-    seen = {row["verdict"] for row in figures.compared(part)}
+    seen = {figures.kind(row) for row in figures.compared(part)}
     items = [
-        f"{page.swatch({'colour': colour, 'symbol': symbol, 'dash': 'solid'})}{verdict}: {meaning}"
-        for verdict, (colour, symbol, meaning) in figures.VERDICTS.items()
+        f"{page.swatch({'colour': colour, 'symbol': symbol, 'dash': 'solid'})}{figures.legend(verdict)}"
+        for verdict, (colour, symbol, _) in figures.VERDICTS.items()
         if verdict in seen
     ]
     if figures.printed(part):
@@ -242,7 +253,7 @@ def _legend(part: Plain) -> str:
             '<svg class="swatch" width="14" height="12" viewBox="-7 -6 14 12" aria-hidden="true">'
             f"{shape}</svg>printed in the paper, from its own {base}"
         )
-    items.append('<span class="band"></span>within a point')
+    items.append('<span class="band"></span>within half a point')
     scale = figures.scale(part)
     if scale.cut is not None:
         times = text.short(1 / scale.factor, 2)
@@ -276,8 +287,8 @@ def _row(row: Plain, cells: Mapping[int, str]) -> str:
         value = row[VALUES[column]] if column in VALUES else None
         full = f' data-value="{value["mean"]!r}"' if value else ""
         kind = ' class="verdict"' if column == VERDICT else ""
-        if kind and cell in figures.VERDICTS:
-            colour, symbol, _ = figures.VERDICTS[cell]
+        if kind and cell:
+            colour, symbol, _ = figures.VERDICTS[figures.kind(row)]
             shown = page.swatch({"colour": colour, "symbol": symbol, "dash": "solid"}) + shown
         found.append(f"<td{kind}{full}>{shown}</td>")
     return f"<tr>{''.join(found)}</tr>"
@@ -317,7 +328,7 @@ def command(result: Plain) -> str:
         found += ["--quick"] if titles & {table.title for table in paper.tables.get(QUICK, ())} else []
     elif titles < full:
         found += [word for part in result["tables"] for word in ("--table", part["title"])]
-    return shlex.join(found + (["--device", "cuda"] if result["device"] == "cuda" else []))
+    return shlex.join(found + (["--device", "cuda"] if "cuda" in result["device"] else []))
 
 
 def made_on(result: Plain) -> str:
@@ -333,7 +344,7 @@ def _circumstances(result: Plain) -> str:
         "Machine": made_on(result),
         "torch": result.get("package", {}).get("torch", ""),
         "Commit": result["commit"],
-        "Date": " to ".join(each[:10] for each in result["date"].split(" to ")),
+        "Date": " to ".join(dict.fromkeys(each[:10] for each in result["date"].split(" to "))),
     }
     entries = "".join(
         f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>" for name, value in found.items() if value

@@ -50,8 +50,8 @@ def differences(
 ) -> Estimate | None:
     """Value minus base over the seeds both have; None where they share no seed.
 
-    Runs of one seed begin with the same weights and see the same data, so what the seed does to both
-    cancels, and the interval is narrower than that of two separate means.
+    Runs of one seed begin with the same weights and see the same data. What the seed does to both cancels:
+    the interval is narrower than that of two separate means where the two rise and fall together.
     """
     return estimate((values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())), confidence)
 

@@ -62,17 +62,17 @@ def _claims(small: str, large: str) -> tuple[Claim, ...]:
     return (
         Claim(
             "e5m2 and e4m3 with APS train like float32 on 8 nodes", small, "same",
-            ("e5m2, APS", "e4m3, APS"), 0.5,
+            ("e5m2, APS", "e4m3, APS"),
         ),
         Claim("e4m3 without scaling loses accuracy on 8 nodes", small, "lower", ("e4m3, no scaling",)),
-        Claim("e3m0, 4 bits, with APS learns on 8 nodes: over 30 %", small, "trains", ("e3m0, APS",), 30.0),
+        Claim("e3m0, 4 bits, with APS learns on 8 nodes", small, "trains", ("e3m0, APS",)),
         Claim(
             "e4m3 summed in groups of 16 trains like float32 on 256 nodes", large, "same",
-            ("e4m3, APS, groups of 16",), 0.5, by="errors",
+            ("e4m3, APS, groups of 16",), by="errors",
         ),
         Claim(
             "e4m3 summed by a tree, or with Kahan, trains like float32 on 256 nodes", large, "same",
-            ("e4m3, APS, tree", "e4m3, APS, chain with Kahan"), 0.5, by="errors",
+            ("e4m3, APS, tree", "e4m3, APS, chain with Kahan"), by="errors",
         ),
         Claim(
             "e5m2 in a chain of 256 additions loses accuracy", large, "lower", ("e5m2, APS, chain",),
@@ -113,7 +113,7 @@ PAPER = Paper(
         ),
         Claim(
             "e3m0 fails on 256 nodes, in groups of 16", LARGE.title, "fails",
-            ("e3m0, APS, groups of 16",), 20.0, by="us",
+            ("e3m0, APS, groups of 16",), by="us",
         ),
         Claim(
             "float32 for the first and the last layer improves e5m2 in a chain", LARGE.title, "better",
@@ -124,18 +124,18 @@ PAPER = Paper(
             ("e5m2, APS, chain, fp32 for a tenth", "e5m2, APS, chain"), by="us",
         ),
         Claim(
-            "float32 for the first and the last layer removes what e5m2 loses in a chain", LARGE.title,
-            "same", ("e5m2, APS, chain, ends in fp32",), 0.5, by="us",
+            "with float32 for the first and the last layer, e5m2 in a chain trains like float32", LARGE.title,
+            "same", ("e5m2, APS, chain, ends in fp32",), by="us",
         ),
         *_claims(CIFAR.title, CIFAR_LARGE.title),
-        Claim("APS trains in quick runs", DIGITS.title, "trains", ("e5m2, APS", "e4m3, APS"), 85.0, by="us"),
+        Claim("APS trains in quick runs", DIGITS.title, "trains", ("e5m2, APS", "e4m3, APS"), by="us"),
     ),
     (
         "The paper trains ResNet-18, DavidNet and ResNet-50 on CIFAR-10 and ImageNet for hours. Here "
         "networks are small and have group normalisation.",
         "Its accuracy tables could not be obtained, so that its claims are compared, not its numbers. It "
-        "speaks of losses under 0.05 points, which five seeds cannot resolve: here, to train like float32 is "
-        "to lose less than half a point.",
+        "speaks of losses under 0.05 points, which five seeds cannot resolve: half a point they can, on "
+        "Fashion-MNIST.",
         "The paper says that a hybrid of precisions removes what is left, but not how, as far as could be "
         "found. Two readings are tried: float32 for the first and the last layer (ends in fp32), and for the "
         "first tenth of the steps.",
@@ -143,6 +143,10 @@ PAPER = Paper(
         "No scaling: losses are divided by the number of nodes and gradients are cast as they are, as in "
         "CPD, the authors' simulator.",
         "On CIFAR-10 networks are far from trained and seeds differ by a point or more: five of them resolve "
-        "one to two points.",
+        "one to three points, not half a point.",
+        "First runs of 256 nodes on CIFAR-10, 400 steps of 8 samples at twice the rate, are not shown: their "
+        "float32 reached 50 %, and one seed of it 40 %; steps were doubled, batches and the rate halved. In "
+        "those runs e5m2 in a chain was 3.4 points below float32 (from 9.7 below to 2.9 above), and e4m3 in "
+        "groups 1.9 points better than in a chain (from 0.7 worse to 4.5 better).",
     ),
 )  # fmt: skip

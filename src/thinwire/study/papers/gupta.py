@@ -19,18 +19,6 @@ ARMS = (
     WIDER,
 )
 MNIST = Table("MNIST, 784-1000-1000-10", "mnist", "mlp-1000", ARMS, 1, 6000, 100, 0.1, 0.0, unit=True)
-RANGE = Table(
-    "digits, 64-256-128-10, range",
-    "digits",
-    "mlp",
-    (ARMS[0], ARMS[8], WIDER),
-    1,
-    1500,
-    64,
-    0.1,
-    0.0,
-    unit=True,
-)
 DIGITS = Table(
     "digits, 64-256-128-10",
     "digits",
@@ -50,40 +38,41 @@ PAPER = Paper(
     "Gupta, Agrawal, Gopalakrishnan and Narayanan: Deep Learning with Limited Numerical Precision, ICML "
     "2015, arXiv 1502.02551",
     "Can a network be trained in 16-bit fixed point, and does it matter how numbers are rounded?",
-    {FULL: (MNIST, RANGE), QUICK: (DIGITS,)},
+    {FULL: (MNIST,), QUICK: (DIGITS,)},
     (
         Claim(
-            "rounded at random, <8, 8> to <4, 12> train like float32", MNIST.title, "same",
-            ("<8, 8> at random", "<6, 10> at random", "<4, 12> at random"), 0.5,
+            "rounded at random, <8, 8>, <6, 10> and <4, 12> train like float32", MNIST.title, "same",
+            ("<8, 8> at random", "<6, 10> at random", "<4, 12> at random"),
         ),
-        Claim("so does <2, 14>", MNIST.title, "same", ("<2, 14> at random",), 0.5),
+        Claim("rounded at random, <2, 14> trains like float32", MNIST.title, "same", ("<2, 14> at random",)),
         Claim(
-            "rounded to nearest, few fractional bits fail", MNIST.title, "lower",
-            ("<8, 8> to nearest", "<6, 10> to nearest"), 1.0,
+            "rounded to nearest, 8 or 10 fractional bits fail", MNIST.title, "fails",
+            ("<8, 8> to nearest", "<6, 10> to nearest"),
         ),
         Claim(
-            "at 8 fractional bits, random rounding is better", MNIST.title, "better",
+            "with 8 fractional bits, rounding at random is better than to nearest", MNIST.title, "better",
             ("<8, 8> at random", "<8, 8> to nearest"),
         ),
         Claim(
-            "errors must stop where numbers are cut off", MNIST.title, "better",
+            "<4, 12> is better if errors stop where results are cut off", MNIST.title, "better",
             ("<4, 12> at random", "<4, 12> at random, errors pass ends"), by="us",
         ),
         Claim(
-            "<2, 14> trains like float32 if results have <4, 12>", RANGE.title, "same", (WIDER.name,), by="us"
+            "<2, 14> trains like float32 if results have <4, 12>", MNIST.title, "same", (WIDER.name,), by="us"
         ),
         Claim(
             "random rounding trains in quick runs", DIGITS.title, "trains",
-            ("<6, 10> at random",), 50.0, by="us",
+            ("<6, 10> at random",), by="us",
         ),
     ),
     (
         "Weights, activations, errors, gradients and updates are all in fixed point <integer, fractional "
         "bits>, sums are exact and rounded once. Rates and first weights are ours.",
-        "Numbers <2, 14> end at 2, and so do outputs and the loss. The smaller table keeps weights, errors, "
-        "gradients and updates in <2, 14>, and results on the way forward and the loss in <4, 12>.",
+        "Numbers <2, 14> end at 2, and so do outputs and the loss. With results <4, 12>, weights, errors, "
+        "gradients and updates stay in <2, 14>, and results on the way forward and the loss are in <4, 12>.",
         "The paper does not say what becomes of errors where a result was cut off at the ends of its range. "
         "Here they stop. If they pass, few integer bits are not enough: outputs are cut off, and errors push "
         "them further.",
+        "That <4, 12> is among the paper's formats is our reading; it varies the fractional bits of 16.",
     ),
 )  # fmt: skip

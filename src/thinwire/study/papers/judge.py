@@ -7,14 +7,22 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire.bench import machine
-from thinwire.study.convergence import MARGIN, decide
+from thinwire.study.convergence import decide
 from thinwire.study.papers.paper import FULL, Arm, Claim, Paper, Table
 from thinwire.study.record import Record
 from thinwire.study.statistics import Estimate, differences, estimate
 
 AGREES, DISAGREES, UNDECIDED, MISSING = "agrees", "disagrees", "undecided", "not run"
-COMPARED = ("same", "overlap", "lower")  #: kinds of claims that need a base
+COMPARED = ("same", "overlap", "lower", "trains", "fails")  #: kinds of claims that need a base
+MARGIN = 0.005  #: what may be lost to train like the base: half a point
+FEWEST = 3  #: seeds from which something is concluded
+FAILS, HIGHER = "fails", "higher"
 TRIED = "A quick run shows that everything works, not what the paper says."
+LEGEND = (
+    "higher, lower: all of the interval is above, or below, zero; near: below, but by less than half a point",
+    "same: it reaches zero, and less than half a point below; unknown: it reaches zero, and further below",
+    "fails: ends nearer to guessing than to fp32, or its loss was no number",
+)
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,13 @@ class Row:
     difference: Estimate | None  #: to the base, at equal seeds; None for the base itself, or without it
     verdict: str
     paper: float | None  #: accuracy in the paper, in per cent
-    failed: int  #: runs whose loss stopped being a number
+    failed: int  #: runs that ended nearer to guessing than to the base, or whose loss was no number
     seeds: tuple[int, ...] = ()
     accuracies: tuple[float, ...] = ()  #: by seed
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        return dict(zip(self.seeds, self.accuracies, strict=True))
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,10 @@ class Held:
     table: str
     by: str
     verdict: str
+    found: str = ""  #: the numbers that say so
+    kind: str = ""
+    arms: tuple[str, ...] = ()
+    points: float = 0.0
 
 
 def rows(table: Table, records: Iterable[Record]) -> list[Row]:
@@ -55,16 +71,28 @@ def _row(table: Table, arm: Arm, runs: Sequence[Record], base: Mapping[int, floa
     accuracy = estimate(own.values(), table.confidence)
     assert accuracy is not None
     difference = None if arm.name == table.base else differences(own, base, table.confidence)
-    return Row(
-        arm.name,
-        accuracy,
-        difference,
-        "" if difference is None else decide(difference),
-        arm.paper,
-        sum(not math.isfinite(run.points[-1].loss) for run in runs),
-        tuple(own),
-        tuple(own.values()),
-    )
+    bar = halfway(table, base.values())
+    broken = {run.trial.seed for run in runs if not math.isfinite(run.points[-1].loss)}
+    failed = len(broken | {seed for seed, found in own.items() if found < bar})
+    verdict = "" if difference is None else _word(difference, failed, len(own))
+    return Row(arm.name, accuracy, difference, verdict, arm.paper, failed, tuple(own), tuple(own.values()))
+
+
+def halfway(table: Table, base: Iterable[float]) -> float:
+    """From guessing to the mean of the base; without a base, nothing counts as failed."""
+    found = list(base)
+    return (table.chance + math.fsum(found) / len(found)) / 2 if found else 0.0
+
+
+def _word(difference: Estimate, failed: int, count: int) -> str:
+    """Where a row stands, if its seeds say so."""
+    if count < FEWEST:
+        return ""
+    if failed:
+        return FAILS if failed == count else f"{failed} of {count} fail"
+    if not difference.margin or difference.interval is None:
+        return ""
+    return HIGHER if difference.interval[0] > 0 else decide(difference, MARGIN)
 
 
 def _accuracies(runs: Iterable[Record]) -> dict[int, float]:
@@ -73,57 +101,89 @@ def _accuracies(runs: Iterable[Record]) -> dict[int, float]:
 
 def held(paper: Paper, tables: Sequence[Table], found: Mapping[str, Sequence[Row]]) -> list[Held]:
     """The claims about these tables."""
-    titles = {table.title for table in tables}
+    titled = {table.title: table for table in tables}
     return [
-        Held(claim.text, claim.table, claim.by, _verdict(claim, found[claim.table]))
+        Held(
+            claim.text, claim.table, claim.by,
+            *_judged(claim, titled[claim.table], found[claim.table]),
+            claim.kind, claim.arms, claim.points,
+        )
         for claim in paper.claims
-        if claim.table in titles
-    ]
+        if claim.table in titled
+    ]  # fmt: skip
 
 
-def _verdict(claim: Claim, lines: Sequence[Row]) -> str:
+def _judged(claim: Claim, table: Table, lines: Sequence[Row]) -> tuple[str, str]:
+    """A verdict, and the numbers that say so."""
     by_name = {row.arm: row for row in lines}
     if not all(name in by_name for name in claim.arms):
-        return MISSING
+        return MISSING, ""
     picked = [by_name[name] for name in claim.arms]
     if claim.kind in COMPARED and any(row.difference is None for row in picked):
-        return MISSING  # there is no base of the same seeds
-    if claim.kind == "better":
-        return _better(*picked)
-    if claim.kind == "order":
-        found = {_better(one, other) for one, other in pairwise(picked)}
+        return MISSING, ""  # there is no base of the same seeds
+    if claim.kind in ("better", "order"):
+        parts = [_better(one, other, table.confidence) for one, other in pairwise(picked)]
     else:
-        found = {_holds(claim, row) for row in picked}
-    return next(each for each in (DISAGREES, UNDECIDED, AGREES) if each in found)
+        parts = [_holds(claim, row, by_name[table.base]) for row in picked]
+    verdicts = {verdict for verdict, _ in parts}
+    worst = next(each for each in (DISAGREES, UNDECIDED, AGREES) if each in verdicts)
+    return worst, "; ".join(dict.fromkeys(words for _, words in parts))
 
 
-def _better(one: Row, other: Row) -> str:
-    first, second = (dict(zip(each.seeds, each.accuracies, strict=True)) for each in (one, other))
-    difference = differences(first, second)
-    if difference is None or difference.interval is None:
-        return UNDECIDED
-    low, high = difference.interval
-    return AGREES if low > 0 else DISAGREES if high < 0 else UNDECIDED
-
-
-def _holds(claim: Claim, row: Row) -> str:
-    points = claim.points / 100
-    if claim.kind in ("trains", "fails"):
-        mean = row.accuracy.mean
-        return AGREES if (mean >= points if claim.kind == "trains" else mean <= points) else DISAGREES
-    assert row.difference is not None
-    interval = row.difference.interval
+def _better(one: Row, other: Row, confidence: float) -> tuple[str, str]:
+    if one.failed == one.accuracy.count >= FEWEST:
+        return DISAGREES, f"{one.failed} of {one.accuracy.count} fail"
+    difference = differences(one.by_seed, other.by_seed, confidence)
+    interval = _interval(difference)
     if interval is None:
-        return UNDECIDED
+        return UNDECIDED, "no interval"
+    low, high = interval
+    return AGREES if low > 0 else DISAGREES if high < 0 else UNDECIDED, said(interval)
+
+
+def _interval(difference: Estimate | None) -> tuple[float, float] | None:
+    """Of differences, where seeds are enough and differ."""
+    if difference is None or difference.count < FEWEST or not difference.margin:
+        return None
+    return difference.interval
+
+
+def _holds(claim: Claim, row: Row, base: Row) -> tuple[str, str]:
+    count = row.accuracy.count
+    if claim.kind in ("trains", "fails"):
+        wanted = 0 if claim.kind == "trains" else count
+        words = f"{count - row.failed} of {count} train"
+        return AGREES if row.failed == wanted else UNDECIDED if 0 < row.failed < count else DISAGREES, words
     if claim.kind == "overlap":
-        return AGREES if interval[1] >= 0 else DISAGREES
+        one, other = row.accuracy.interval, base.accuracy.interval
+        if count < FEWEST or one is None or other is None:
+            return UNDECIDED, "no interval"
+        apart = max(one[0], other[0]) - min(one[1], other[1])
+        words = f"{100 * one[0]:.2f} to {100 * one[1]:.2f}"
+        return AGREES if apart <= 0 else DISAGREES, words
+    interval = _interval(row.difference)
+    if interval is None:
+        return UNDECIDED, "no interval"
     low, high = interval
     if claim.kind == "same":
-        margin = points or MARGIN
-        return AGREES if low > -margin else DISAGREES if high <= -margin else UNDECIDED
-    if low > -points:
-        return DISAGREES
-    return AGREES if high < 0 and row.difference.mean <= -points else UNDECIDED
+        return AGREES if low > -MARGIN else DISAGREES if high <= -MARGIN else UNDECIDED, said(interval)
+    points = claim.points / 100
+    return AGREES if high < -points else DISAGREES if low > -points else UNDECIDED, said(interval)
+
+
+def said(interval: Sequence[float]) -> str:
+    """An interval, in points.
+
+    >>> said((-0.004, 0.00001))
+    '-0.40 to 0.00'
+    """
+    return " to ".join(map(signed, interval))
+
+
+def signed(share: float) -> str:
+    """A difference, in points; zero has no sign."""
+    found = f"{100 * share:+.2f}"
+    return found if float(found) else "0.00"
 
 
 def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], device: str) -> dict[str, Any]:
@@ -139,6 +199,7 @@ def result(paper: Paper, tables: Sequence[Table], records: Sequence[Record], dev
                 "title": table.title,
                 "setting": {key: value for key, value in asdict(table).items() if key != "arms"},
                 "seeds": sorted({record.trial.seed for record in mine}),
+                "made": _circumstances(mine),
                 "rows": [
                     {
                         **asdict(row),
@@ -180,8 +241,14 @@ def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
             key: " and ".join([each for each in values if each != "none"] or values)
             for key, values in said.items()
         }
-    commits = {str(record.environment.get("commit", "unknown")) for record in records}
-    return found | ({"commit": ", ".join(sorted(commits))} if commits else {})
+    dates = sorted(str(each.environment["date"])[:10] for each in records if "date" in each.environment)
+    if dates:
+        found["dates"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    for name, between in (("commit", ", "), ("device", " and ")):
+        values = sorted({str(record.environment.get(name, "unknown")) for record in records})
+        if values:
+            found[name] = between.join(values)
+    return found
 
 
 HEADER = ("arm", "accuracy %", "points from fp32", "interval", "verdict", "paper %")
@@ -195,16 +262,17 @@ def cells(part: Mapping[str, Any]) -> list[tuple[str, ...]]:
         compared = ("", "", "")
         if row["difference"]:
             interval = row["interval"]
+            spread = row["difference"]["count"] >= FEWEST and row["difference"]["margin"]
             compared = (
-                f"{100 * row['difference']['mean']:+.2f}",
-                f"{100 * interval[0]:+.2f} to {100 * interval[1]:+.2f}" if interval else "",
+                signed(row["difference"]["mean"]),
+                said(interval) if interval and spread and not row["failed"] else "",
                 row["verdict"],
             )
-        failed = f" ({row['failed']} broke off)" if row["failed"] else ""
+        spread = "" if accuracy.deviation is None else f" ± {100 * accuracy.deviation:.2f}"
         lines.append(
             (
                 row["arm"],
-                f"{100 * accuracy.mean:.2f} ± {100 * (accuracy.deviation or 0):.2f}{failed}",
+                f"{100 * accuracy.mean:.2f}{spread}",
                 *compared,
                 "" if row["paper"] is None else f"{row['paper']:.2f}",
             )
@@ -217,9 +285,10 @@ def columns(lines: Sequence[Sequence[str]]) -> list[int]:
     return [column for column in range(len(HEADER)) if any(line[column] for line in lines)]
 
 
-CLAIMS = ("claim", "by", "table", "verdict")
+CLAIMS = ("claim", "by", "found", "verdict")
 
 
-def claims(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The claims of `result`, as lines under `CLAIMS`."""
-    return [(each["text"], each["by"], each["table"], each["verdict"]) for each in found["claims"]]
+def claims(found: Mapping[str, Any], title: str) -> list[tuple[str, ...]]:
+    """The claims of `result` about one of its tables, as lines under `CLAIMS`."""
+    mine = [each for each in found["claims"] if each["table"] == title]
+    return [(each["text"], each["by"], each.get("found", ""), each["verdict"]) for each in mine]

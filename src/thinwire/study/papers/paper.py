@@ -13,7 +13,7 @@ FULL, QUICK = "full", "quick"
 BASE = "fp32"
 LATER = ("summed",)  #: came after records were made: said only where they are set
 CHANGED = {"mogami": "sums in chunks"}  #: recipes that came to mean something else
-UNSAID = ("title", "arms", "seeds", "confidence", "base")  #: do not decide what comes of a trial
+UNSAID = ("title", "arms", "seeds", "confidence", "base", "chance")  #: do not decide what comes of a trial
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Table:
     seeds: int = 5
     confidence: float = 0.95
     base: str = BASE
+    chance: float = 0.1  #: the accuracy of guessing
 
     def trials(self, paper: str, seeds: int | None = None) -> list[Trial]:
         """One seed after another, the base first."""
@@ -87,15 +88,16 @@ class Claim:
 
     | kind | what must hold, for every arm named |
     |---|---|
-    | `same` | its interval of differences to the base is less than `points` (or one) below zero |
-    | `overlap` | its interval is not all below zero, however wide it is |
-    | `lower` | its interval is all below zero, and the mean at least `points` below |
-    | `trains` | its mean accuracy is at least `points` per cent |
-    | `fails` | its mean accuracy is at most `points` per cent |
+    | `same` | its interval of differences to the base is less than half a point below zero |
+    | `overlap` | the interval of its mean accuracy and that of the base overlap, however wide they are |
+    | `lower` | its interval of differences is all below zero, by `points` or more |
+    | `trains` | every seed ends nearer to the base than to guessing |
+    | `fails` | no seed does |
     | `better` | the first is better than the second: all of the interval of differences is above zero |
     | `order` | each arm is better than the next |
 
-    Records disagree if all of an interval says the opposite, and do not decide if it says neither.
+    Records disagree if all of an interval, or every seed, says the opposite, and do not decide if it says
+    neither. Nor do fewer than three seeds, or differences that are all the same: they have no interval.
     """
 
     text: str
