@@ -17,7 +17,7 @@ Save = Annotated[Path | None, typer.Option(help="Write the summary as JSON into 
 def make_report(
     store: Annotated[Path, typer.Option(help="The file of records.")] = Path("thinwire.sqlite"),
     study: Annotated[str, typer.Option(help="Which study's records.")] = "demo",
-    out: Annotated[Path | None, typer.Option(help="The page; by default named after the study.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; without it, STUDY.html in this folder.")] = None,
     save: Save = None,
     as_json: Json = False,
 ) -> None:

@@ -158,4 +158,7 @@ def _list(as_json: bool) -> None:
         print_json([dict(zip(("name", "question", "source", "runs"), row, strict=True)) for row in rows])
         return
     print_table("reproductions", ("name", "question", "source", "runs"), rows, right=(3,))
-    typer.echo("thinwire simulate NAME --quick takes less than a minute; without --quick, hours on a CPU")
+    typer.echo(
+        "thinwire simulate NAME --quick takes less than a minute; without --quick so many runs are made: "
+        "hours on a CPU"
+    )

@@ -54,7 +54,6 @@ class Held:
     found: str = ""  #: the numbers that say so
     kind: str = ""
     arms: tuple[str, ...] = ()
-    points: float = 0.0
 
 
 def rows(table: Table, records: Iterable[Record]) -> list[Row]:
@@ -106,7 +105,7 @@ def held(paper: Paper, tables: Sequence[Table], found: Mapping[str, Sequence[Row
         Held(
             claim.text, claim.table, claim.by,
             *_judged(claim, titled[claim.table], found[claim.table]),
-            claim.kind, claim.arms, claim.points,
+            claim.kind, claim.arms,
         )
         for claim in paper.claims
         if claim.table in titled
@@ -167,8 +166,7 @@ def _holds(claim: Claim, row: Row, base: Row) -> tuple[str, str]:
     low, high = interval
     if claim.kind == "same":
         return AGREES if low > -MARGIN else DISAGREES if high <= -MARGIN else UNDECIDED, said(interval)
-    points = claim.points / 100
-    return AGREES if high < -points else DISAGREES if low > -points else UNDECIDED, said(interval)
+    return AGREES if high < 0 else DISAGREES if low > 0 else UNDECIDED, said(interval)
 
 
 def said(interval: Sequence[float]) -> str:

@@ -90,7 +90,7 @@ class Claim:
     |---|---|
     | `same` | its interval of differences to the base is less than half a point below zero |
     | `overlap` | the interval of its mean accuracy and that of the base overlap, however wide they are |
-    | `lower` | its interval of differences is all below zero, by `points` or more |
+    | `lower` | its interval of differences is all below zero |
     | `trains` | every seed ends nearer to the base than to guessing |
     | `fails` | no seed does |
     | `better` | the first is better than the second: all of the interval of differences is above zero |
@@ -104,7 +104,6 @@ class Claim:
     table: str  #: its title
     kind: str
     arms: tuple[str, ...]
-    points: float = 0.0
     by: str = "paper"  #: who says so: the paper, or us
 
 
