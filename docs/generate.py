@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,18 @@ def reproduction(name: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def reproduction_count() -> str:
+    """How many claims of papers came out how."""
+    records = [json.loads((RESULTS / f"simulate-{name}.json").read_text()) for name in papers.PAPERS]
+    said = Counter(
+        each["verdict"] for record in records for each in record["claims"] if each["by"] == "paper"
+    )
+    return (
+        f"Of {said.total()} claims of the papers {said[judge.AGREES]} agree, {said[judge.UNDECIDED]} are "
+        f"undecided, and {said[judge.DISAGREES]} disagree."
+    )
+
+
 def simulate_tables() -> str:
     """Of every device that was measured."""
     parts = []
@@ -291,6 +304,7 @@ PARTS = {
     "codec-speed-cpu": lambda: speed_tables("codecs", "cpu"),
     "codec-speed-cuda": lambda: speed_tables("codecs", "cuda"),
     **{f"reproduction-{name}": partial(reproduction, name) for name in papers.PAPERS},
+    "reproduction-count": reproduction_count,
 }
 
 

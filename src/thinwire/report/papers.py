@@ -223,7 +223,7 @@ def setting(part: Plain) -> str:
 def origin(part: Plain) -> str:
     """Where, when and by which version of the code the runs of a table were made."""
     made = part.get("made", {})
-    where = made_on({"device": "", **made})
+    where = " and ".join(made.get("places", ()))
     commit = f"commit {made['commit']}" if made.get("commit", "unknown") != "unknown" else ""
     found = ", ".join(filter(None, (where, made.get("dates", ""), commit)))
     return f"{found}." if found else ""

@@ -73,6 +73,7 @@ PAPER = Paper(
         "The paper does not say what becomes of errors where a result was cut off at the ends of its range. "
         "Here they stop. If they pass, few integer bits are not enough: outputs are cut off, and errors push "
         "them further.",
+        "The line with results <4, 12> was trained on a CPU, all others on a GPU.",
         "That <4, 12> is among the paper's formats is our reading; it varies the fractional bits of 16.",
     ),
 )  # fmt: skip

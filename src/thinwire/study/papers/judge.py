@@ -239,6 +239,7 @@ def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
             key: " and ".join([each for each in values if each != "none"] or values)
             for key, values in said.items()
         }
+    found["places"] = list(dict.fromkeys(filter(None, map(_place, records))))
     dates = sorted(str(each.environment["date"])[:10] for each in records if "date" in each.environment)
     if dates:
         found["dates"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
@@ -247,6 +248,12 @@ def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
         if values:
             found[name] = between.join(values)
     return found
+
+
+def _place(record: Record) -> str:
+    """The GPU or the processor that a run was made on."""
+    part = "gpu" if str(record.environment.get("device", "")).startswith("cuda") else "processor"
+    return str(record.environment.get("machine", {}).get(part, ""))
 
 
 HEADER = ("arm", "accuracy %", "points from fp32", "interval", "verdict", "paper %")
