@@ -114,10 +114,7 @@ class _Convolution(torch.autograd.Function):
         xq, wq = site.forward(x, "input"), site.forward(weight, "weight")
         bq = None if bias is None else site.forward(bias, "bias")
         ctx.site, ctx.geometry = site, geometry
-        y = _forward(site, geometry, xq, wq)
-        if bq is not None:
-            y = site.plus(y, bq.view(-1, *[1] * (y.ndim - 2)), site.ahead, "output")
-        y = site.forward(y, "output", site.ahead)
+        y = site.forward(_forward(site, geometry, xq, wq, bq), "output", site.ahead)
         ctx.save_for_backward(xq, wq, weight, site.cut(y))
         return y
 
@@ -141,11 +138,11 @@ class _Convolution(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _forward(site: Site, geometry: Geometry, x: Tensor, weight: Tensor) -> Tensor:
+def _forward(site: Site, geometry: Geometry, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if site.ahead is None:
         padded, padding = _even(geometry, x)
         with _unshortened(x.device, site.stages.forward):
-            return torch.convolution(
+            y = torch.convolution(
                 padded,
                 weight,
                 None,
@@ -156,8 +153,10 @@ def _forward(site: Site, geometry: Geometry, x: Tensor, weight: Tensor) -> Tenso
                 [0] * len(padding),
                 geometry.groups,
             )
+        return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
     windows = _windows(plain.pad(x, geometry.pads), weight.shape[2:], geometry.stride, geometry.dilation)
-    y = site.product(_rows(windows, geometry.groups), _kernels(weight, geometry), site.ahead, "output", "FF")
+    added = None if bias is None else bias.view(geometry.groups, 1, -1)
+    y = site.affine(_rows(windows, geometry.groups), _kernels(weight, geometry), added)
     return _images(y, x.shape[0], windows.shape[2 : weight.ndim])
 
 

@@ -8,7 +8,7 @@ With `stages.clipped` dy is first set to zero where y is one of the ends of F's 
 
 | function | forward | backward |
 |---|---|---|
-| `linear` | y = F(S(F(x) * F(w)^T + F(b))) | e = B(dy); dx = B(e * B(w)) |
+| `linear` | y = F(S(F(x) * F(w)^T + F(b))) (1) | e = B(dy); dx = B(e * B(w)) |
 | | | dw = G(e^T * F(x)); db = G(1 * e) |
 | `conv1d`, `conv2d` | the same: see `thinwire.simulate.convolution` | |
 | `batch_norm`, `layer_norm`, `group_norm` | see `thinwire.simulate.normalization` | |
@@ -19,6 +19,8 @@ With `stages.clipped` dy is first set to zero where y is one of the ends of F's 
 | `cross_entropy` | z = L(x); p = L(softmax(z)) | dx = L(dy (p - t) / n) |
 | | loss = L(sum of -t log softmax(z) / n) | |
 | `rounded` | y = F(x) | dx = B(dy) |
+
+(1) `*` is rounded by S before F(b) is added; with `stages.fused`, F(b) is one more product of an exact sum.
 
 The sum over a batch in db has the arithmetic's order and format of sums, but multiplies nothing: the format
 of products and `mogami` have no part in it. Where F and B are the same and not random, B(w) is F(w).
@@ -82,8 +84,8 @@ class _Linear(torch.autograd.Function):
         xq, wq = site.forward(x, "input"), site.forward(weight, "weight")
         bq = None if bias is None else site.forward(bias, "bias")
         ctx.site = site
-        y = site.product(_rows(xq), wq.t(), site.ahead, "output", "FF")
-        y = site.forward(site.plus(y, bq, site.ahead, "output"), "output", site.ahead)
+        y = site.affine(_rows(xq), wq.t(), None if bq is None else bq[None])
+        y = site.forward(y, "output", site.ahead)
         ctx.save_for_backward(xq, wq, weight, site.cut(y))
         return unshared(y, (*x.shape[:-1], weight.shape[0]))
 

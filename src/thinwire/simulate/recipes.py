@@ -16,7 +16,8 @@ takes it. `get` finds a recipe by its spec:
 | `mellempudi` | e5m2 at random, stored weights float16 | Mellempudi et al. 2019, arXiv 1905.12334 |
 | `positnn/8` | posits of 8 bits and es 2, rounded at every addition | Raposo et al. 2021, arXiv 2105.00053 |
 | `positnn/O12L12` | the same, but 12 bits for the stages O(ptimizer) and L(oss); likewise F, B, G | |
-| `positnn/8+quire` | products summed exactly and rounded once | |
+| `positnn/8+quire` | products summed exactly and rounded once; a bias is added after that | |
+| `positnn/8+quire+fused` | a bias, too, is added before the one rounding, as in the authors' code | |
 | `positnn/8+quire+underflow` | the same; the smallest numbers become zero | |
 | `mogami`, `mogami/forward` | float32, multiplied by adding integers, or only forward | Mogami 2020 |
 | `mogami/0.0625`, `mogami/forward/0.0625` | the same, with that offset | |
@@ -147,7 +148,9 @@ def _gupta(
     return Recipe(spec, stages, source="Gupta et al. 2015, arXiv 1502.02551")
 
 
-def _positnn(spec: str, bits: str | None, parts: str | None, quire: str | None, low: str | None) -> Recipe:
+def _positnn(
+    spec: str, bits: str | None, parts: str | None, quire: str | None, fused: str | None, low: str | None
+) -> Recipe:
     letters = dict.fromkeys("FBGOL", bits or "8")
     given = re.findall(r"([FBGOL])(\d+)", parts or "")
     if len({letter for letter, _ in given}) < len(given):
@@ -161,7 +164,7 @@ def _positnn(spec: str, bits: str | None, parts: str | None, quire: str | None, 
         back = Arithmetic(sum=backward if same else None, order="exact")
     else:
         ahead, back = (Arithmetic(each, each, order=CHAINS) for each in (forward, backward))
-    stages = Stages(kept["F"], kept["B"], kept["G"], kept["O"], kept["L"], ahead, back)
+    stages = Stages(kept["F"], kept["B"], kept["G"], kept["O"], kept["L"], ahead, back, fused=bool(fused))
     return Recipe(spec, stages, source="Raposo, Tomas and Roma 2021, arXiv 2105.00053")
 
 
@@ -220,7 +223,7 @@ RECIPES: dict[str, Recipe] = {
 #: Recipes whose specs have parameters: how such a spec looks, and what makes a recipe of it.
 FAMILIES: dict[str, tuple[str, Callable[..., Recipe]]] = {
     "gupta/IL.FL": (r"gupta/(\d+\.\d+)(?:/(\d+\.\d+))?(~sr)?(\+exact)?(\+clip)?", _gupta),
-    "positnn/N": (r"positnn/(?:(\d+)|((?:[FBGOL]\d+)+))(\+quire)?(\+underflow)?", _positnn),
+    "positnn/N": (r"positnn/(?:(\d+)|((?:[FBGOL]\d+)+))(\+quire(\+fused)?)?(\+underflow)?", _positnn),
     "mogami": (r"mogami(/forward)?(/0(?:\.\d+)?)?", _mogami),
 }
 EXAMPLES = ("gupta/2.14", "gupta/2.14~sr", "positnn/8", "positnn/O12L12", "mogami", "mogami/forward")

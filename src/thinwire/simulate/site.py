@@ -117,6 +117,19 @@ class Site:
         within = (self._kind(of[0]), self._kind(of[1])) if of else None
         return matmul(a, b, how, rng=self._draws(how, f"{what}*"), within=within)
 
+    def affine(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        """The way forward: [..., M, K] times [..., K, N], and [..., 1, N] or nothing; rounded as sums are."""
+        if bias is None or not self.stages.fused:
+            return self.plus(self.product(a, b, self.ahead, "output", "FF"), bias, self.ahead, "output")
+        a = torch.cat((a, a.new_ones(*a.shape[:-1], 1)), -1)
+        of = "FF" if self._holds_one() else ""
+        return self.product(a, torch.cat((b, bias), -2), self.ahead, "output", of)
+
+    def _holds_one(self) -> bool:
+        """Whether 1 is a number of the format of operands; without one it is."""
+        kept = self._kind("F")
+        return kept is None or kept.round(torch.ones(1)).item() == 1
+
     def plus(self, a: Tensor, b: Tensor | None, how: Arithmetic | None, what: str) -> Tensor:
         """a + b, rounded as sums are."""
         if b is None:

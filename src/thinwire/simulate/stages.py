@@ -44,6 +44,9 @@ class Stages:
     #: Whether no error goes back to results of products that lie at the ends of their format, where numbers
     #: are cut off. Otherwise it does, as if they had not been.
     clipped: bool = False
+    #: Whether exact sums on the way forward take a bias in before they are rounded, as a quire would.
+    #: Otherwise it is added after that, and the sum is rounded again.
+    fused: bool = False
 
     def __post_init__(self) -> None:
         for name in STAGES:
@@ -57,6 +60,8 @@ class Stages:
         forward = Precision.of(self.forward)
         if self.clipped and (forward.format is None or forward.scale):
             raise FormatError(f"{forward.spec} has no fixed ends to cut off at; use clipped=False")
+        if self.fused and (self.arithmetic is None or self.arithmetic.order != "exact"):
+            raise FormatError("only exact sums can take a bias in; use Arithmetic(order='exact') with fused")
 
     @classmethod
     def uniform(
@@ -67,7 +72,7 @@ class Stages:
 
     def __str__(self) -> str:
         said = {name: Precision.of(getattr(self, name)).spec for name in STAGES}
-        clipped = ", clipped" if self.clipped else ""
+        clipped = (", clipped" if self.clipped else "") + (", fused" if self.fused else "")
         if len(set(said.values())) == 1:
             return said["forward"] + clipped
         return ", ".join(f"{name} {spec}" for name, spec in said.items()) + clipped
