@@ -14,6 +14,7 @@ STAGES = {
     "e4m3": Stages("e4m3", "e5m2", "e5m2", arithmetic=Arithmetic("e5m2", "e5m10")),
     "kahan": Stages.uniform("bfloat16", Arithmetic(sum="bfloat16", order="kahan")),
     "quire": Stages.uniform("posit8_2", Arithmetic(sum="posit8_2", order="exact")),
+    "fused": Stages("posit8_2", arithmetic=Arithmetic(sum="posit8_2", order="exact"), fused=True),
     "posit": Stages.uniform("posit8_2", Arithmetic("posit8_2", "posit8_2")),
     "random": Stages.uniform(
         "fixed4.12~sr", Arithmetic(sum="fixed4.12", order="exact", rounding="stochastic")

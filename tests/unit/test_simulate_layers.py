@@ -591,3 +591,37 @@ def test_a_sum_that_is_no_number_has_no_sign():
     infinity = torch.tensor([torch.inf])
     for a, b in ((infinity, -infinity), (-infinity, infinity)):
         assert site.plus(a, b, how, "output").tolist() == [torch.inf]
+
+
+@pytest.mark.parametrize("spec", ["posit8_1", "e5m2", "fixed1.7", None])
+@pytest.mark.parametrize("groups", [0, 1, 2])
+def test_a_bias_in_an_exact_sum_is_rounded_with_it(spec, groups):
+    """Once, of the sum that float64 holds; 1 need not be a number of the format."""
+    kept = formats.get(spec).round if spec else lambda x: x
+    stages = Stages(spec, arithmetic=Arithmetic(sum="e4m3", order="exact"), fused=True)
+    draw = torch.manual_seed(3)
+    if groups:
+        layer, x = nn.Conv2d(4, 6, 3, padding=1, groups=groups), torch.randn(2, 4, 5, 5, generator=draw)
+    else:
+        layer, x = nn.Linear(7, 5), torch.randn(99, 7, generator=draw)
+    x, weight, bias = (each.mul(16).round() / 32 for each in (x, layer.weight, layer.bias))
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias)
+    wide = [kept(each).double() for each in (x, weight, bias)]
+    exact = plain.conv2d(*wide, padding=1, groups=groups) if groups else plain.linear(*wide)
+    wanted = kept(formats.get("e4m3").round(exact.float()))  # small numbers: float32 holds the sums
+    assert torch.equal(exact.float().double(), exact)
+    found = simulate.convert(layer, stages, tell=None)(x)
+    assert torch.equal(found, wanted)
+    twice = simulate.convert(layer, replace(stages, fused=False), tell=None)(x)
+    assert not torch.equal(found, twice)
+
+
+def test_only_exact_sums_take_a_bias_in():
+    for arithmetic in (None, Arithmetic(sum="e4m3")):
+        with pytest.raises(FormatError, match="only exact sums can take a bias in"):
+            Stages(arithmetic=arithmetic, fused=True)
+    assert simulate.recipes.get("positnn/8+quire+fused").stages.fused
+    assert not simulate.recipes.get("positnn/8+quire").stages.fused
+    assert str(simulate.recipes.get("positnn/8+quire+fused").stages) == "posit8_2, fused"

@@ -5,6 +5,7 @@ with the layer's name, the seed and the number of the call, random streams are d
 """
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -122,13 +123,8 @@ class Site:
         if bias is None or not self.stages.fused:
             return self.plus(self.product(a, b, self.ahead, "output", "FF"), bias, self.ahead, "output")
         a = torch.cat((a, a.new_ones(*a.shape[:-1], 1)), -1)
-        of = "FF" if self._holds_one() else ""
+        of = "FF" if _has_one(self._kind("F")) else ""
         return self.product(a, torch.cat((b, bias), -2), self.ahead, "output", of)
-
-    def _holds_one(self) -> bool:
-        """Whether 1 is a number of the format of operands; without one it is."""
-        kept = self._kind("F")
-        return kept is None or kept.round(torch.ones(1)).item() == 1
 
     def plus(self, a: Tensor, b: Tensor | None, how: Arithmetic | None, what: str) -> Tensor:
         """a + b, rounded as sums are."""
@@ -161,6 +157,12 @@ class Site:
 
     def _stream(self, what: str) -> Stream:
         return Stream(self.seed, step=self.call, tensor=f"{self.name}/{what}")
+
+
+@functools.cache
+def _has_one(format: Format | None) -> bool:
+    """Whether 1 is among the numbers of a format; None is float32."""
+    return format is None or format.round(torch.ones(1)).item() == 1
 
 
 def unautocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
