@@ -236,6 +236,8 @@ def test_an_arm_that_fails_is_not_better():
     paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", "better", ("a", "b")),))
     found = judge.result(paper, [TABLE], records(fp32=BASE, a=NONE, b=(0.1, 0.1, 0.1)), "cpu")
     assert judge.claims(found, "t") == [("", "paper", "3 of 3 fail", "disagrees")]
+    found = judge.result(paper, [TABLE], records(fp32=BASE, a=SOME, b=(0.1, 0.1, 0.1)), "cpu")
+    assert judge.claims(found, "t") == [("", "paper", "1 of 3 fail", "undecided")]
 
 
 def test_differences_of_nothing_have_no_sign():

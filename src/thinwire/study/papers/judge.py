@@ -130,8 +130,9 @@ def _judged(claim: Claim, table: Table, lines: Sequence[Row]) -> tuple[str, str]
 
 
 def _better(one: Row, other: Row, confidence: float) -> tuple[str, str]:
-    if one.failed == one.accuracy.count >= FEWEST:
-        return DISAGREES, f"{one.failed} of {one.accuracy.count} fail"
+    if one.failed and one.accuracy.count >= FEWEST:
+        words = f"{one.failed} of {one.accuracy.count} fail"
+        return DISAGREES if one.failed == one.accuracy.count else UNDECIDED, words
     difference = differences(one.by_seed, other.by_seed, confidence)
     interval = _interval(difference)
     if interval is None:
@@ -164,9 +165,10 @@ def _holds(claim: Claim, row: Row, base: Row) -> tuple[str, str]:
     if interval is None:
         return UNDECIDED, "no interval"
     low, high = interval
+    words = f"{row.failed} of {count} fail" if row.failed else said(interval)
     if claim.kind == "same":
-        return AGREES if low > -MARGIN else DISAGREES if high <= -MARGIN else UNDECIDED, said(interval)
-    return AGREES if high < 0 else DISAGREES if low > 0 else UNDECIDED, said(interval)
+        return AGREES if low > -MARGIN else DISAGREES if high <= -MARGIN else UNDECIDED, words
+    return AGREES if high < 0 else DISAGREES if low > 0 else UNDECIDED, words
 
 
 def said(interval: Sequence[float]) -> str:
