@@ -95,6 +95,6 @@ PAPER = Paper(
         "there, gradients are sums over a batch, which are then divided by it and rounded again.",
         "Quire: a product is summed exactly and rounded, then a bias is added and the sum rounded again. "
         "Fused: the bias is added in the quire, before the one rounding, as in the authors' code. These "
-        "lines were trained on a CPU, with three seeds.",
+        "lines were trained on a CPU.",
     ),
 )  # fmt: skip
