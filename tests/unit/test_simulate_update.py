@@ -459,3 +459,20 @@ def test_what_repeats_can_be_recorded():
     assert not Adam([parameter]).repeats
     assert not SGD([parameter], 0.1, keep="bfloat16~sr").repeats
     assert not SGD([parameter], 0.1, counters=Counters()).repeats
+
+
+def test_tables_of_other_numbers_have_other_names():
+    one, other = (formats.Table((-1.0, 0.0, each)) for each in (1.0, 2.0))
+    assert one.name != other.name
+    assert one.name == formats.Table((-1, 0, 1)).name
+    made = [SGD([nn.Parameter(torch.zeros(2))], 0.1, keep=each) for each in (one, other)]
+    with pytest.raises(InputError, match="Table"):
+        made[1].load_state_dict(made[0].state_dict())
+
+
+def test_a_copy_of_an_optimizer_counts_too():
+    found = copy.deepcopy(SGD([nn.Parameter(torch.ones(2))], 1e-6, keep="e4m3", counters=Counters()))
+    (parameter,) = found.param_groups[0]["params"]
+    parameter.grad = torch.ones(2)
+    found.step()
+    assert found.counters.read()["0/update"]["cancelled"] == 2

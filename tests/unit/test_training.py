@@ -317,3 +317,19 @@ def test_arguments_that_would_be_lost_or_cannot_be_are_refused():
     refused("the loss computes in other numbers", nodes=4, together=4, loss=loss)
     with pytest.raises(InputError, match=r"plan is a simulate.Plan, not dict"):
         simulate.train(net(), data, plan={"steps": 3})
+
+
+def test_what_is_sent_can_be_differentiated_twice():
+    """A gradient penalty, whose numbers the codec holds."""
+    found = []
+    for codec in (None, "fp16"):
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        nn.init.constant_(model[0].weight, 2.0)
+        nn.init.constant_(model[1].weight, 0.5)
+        if codec:
+            simulate.through.attach(model, codec)
+        x = torch.tensor([[1.5]], requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        found.append([each.grad.item() for each in model.parameters()])
+    assert found[0] == found[1] != [0.0, 0.0]

@@ -233,13 +233,13 @@ def _circumstances(records: Sequence[Record]) -> dict[str, Any]:
     """Of the runs, which may be older than the result and of several machines."""
     found: dict[str, Any] = {"runs": len(records)}
     for part in ("machine", "package", "kernels") if records else ():
-        said: dict[str, dict[str, None]] = {}
+        seen: dict[str, dict[str, None]] = {}
         for record in records:
             for key, value in (record.environment.get(part) or {}).items():
-                said.setdefault(key, {})[str(value)] = None
+                seen.setdefault(key, {})[str(value)] = None
         found[part] = {
             key: " and ".join([each for each in values if each != "none"] or values)
-            for key, values in said.items()
+            for key, values in seen.items()
         }
     found["places"] = list(dict.fromkeys(filter(None, map(_place, records))))
     dates = sorted(str(each.environment["date"])[:10] for each in records if "date" in each.environment)
