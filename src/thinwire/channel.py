@@ -1,4 +1,4 @@
-"""A codec in use: the same pair of calls, with a memory of what is still owed.
+"""A codec and its error-feedback residuals.
 
 A lossy codec sends less than it was given. With error feedback the difference, the residual, is added to
 what is sent next time, so that over many steps everything arrives. Seide et al. (2014) found that this
@@ -11,8 +11,12 @@ sent again and again. After `wire = channel.encode(x, slot)`
 
 holds exactly where the codec's arithmetic is exact, and otherwise to one rounding of float32 in the
 larger of the two (see `Channel.encode`). A residual kept in fewer bits loses the rounding of that format.
+
+Schedules encode many slots in one call. A `Holding` keeps the residuals of these slots in one flat tensor;
+the channel's residuals are then views of it, under the same names.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +28,7 @@ from thinwire import codecs
 from thinwire.clock import ENCODE, Clock
 from thinwire.codecs import Codec
 from thinwire.errors import InputError
+from thinwire.kernels.params import Segments
 from thinwire.rounding import Stream
 
 #: The codec in which a residual waits, by the feedback's dtype.
@@ -48,6 +53,7 @@ class Channel:
     residuals: dict[str, Tensor] = field(default_factory=dict)  #: float32, or wires of the store's codec
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of what each slot sends
     clock: Clock | None = field(default=None, repr=False, compare=False)  #: that counts time spent here
+    _holdings: dict[str, "Holding"] = field(default_factory=dict, repr=False, compare=False)  #: by slot
 
     def __post_init__(self) -> None:
         self.codec = codecs.get(self.codec)
@@ -113,12 +119,16 @@ class Channel:
         held = self.residuals.get(slot)
         if held is None:
             return torch.zeros(like.shape, device=like.device)
-        if self.shapes[slot] != tuple(like.shape):
+        self.check_shape(slot, tuple(like.shape))
+        return self._held(slot)
+
+    def check_shape(self, slot: str, shape: tuple[int, ...]) -> None:
+        """Refuse to use a slot for a tensor of another shape."""
+        if self.shapes[slot] != shape:
             raise InputError(
-                f"slot '{slot}' owes {self.shapes[slot]}, but {tuple(like.shape)} is sent; "
+                f"slot '{slot}' owes {self.shapes[slot]}, but {shape} is sent; "
                 "give tensors of another shape another name, or forget the slot first"
             )
-        return self._held(slot)
 
     def owed(self, name: str) -> dict[str, Tensor]:
         """What slots of a name owe: `name` itself, `name/...` and `name[...`; not where PowerSGD starts."""
@@ -144,9 +154,18 @@ class Channel:
         if slot is None:
             self.residuals.clear()
             self.shapes.clear()
+            self._release(list(self._holdings))
         else:
             self.residuals.pop(slot, None)
             self.shapes.pop(slot, None)
+            self._release([slot])
+
+    def _release(self, slots: list[str]) -> None:
+        """Let holdings of these slots look for their residuals again, at their next use."""
+        for slot in slots:
+            holding = self._holdings.pop(slot, None)
+            if holding is not None:
+                holding.flat = None
 
     def _take(self, x: Tensor, slot: str) -> Tensor:
         held = self.residual(slot, x)
@@ -184,5 +203,84 @@ class Channel:
             raise InputError("the state is damaged: residuals and shapes name different slots")
         if state.get("codec") != self._codec.spec:
             raise InputError(f"the state is of '{state.get('codec')}', this channel is '{self._codec.spec}'")
+        self._release(list(self._holdings))
         self.residuals = {slot: tensor.clone() for slot, tensor in held.items()}
         self.shapes = {slot: tuple(shape) for slot, shape in shapes.items()}
+
+
+@dataclass
+class Holding:
+    """The residuals of several slots of a channel, one after another in one flat tensor.
+
+    Of codecs that keep them in float32 it is used as it is; others decode it before and encode it after use.
+    """
+
+    slots: tuple[tuple[str, tuple[int, ...]], ...]  #: names and shapes
+    as_is: bool = False  #: in float32, whatever the channel's residuals are kept in
+    flat: Tensor | None = None  #: float32, or wires of the store's codec
+    _segments: Segments | None = None  #: of the store's codec
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.slots)
+
+    def _store(self, channel: Channel) -> Codec | None:
+        return None if self.as_is else channel._store
+
+    def open(self, channel: Channel, device: torch.device, scratch: Tensor | None = None) -> Tensor:
+        """Float32 residuals of all slots; changes are kept by `close`. `scratch` is room for decoded ones."""
+        if self.flat is None or self.flat.device != device:
+            self._gather(channel, device)
+        assert self.flat is not None
+        store = self._store(channel)
+        if store is None:
+            return self.flat
+        found = torch.empty(self.numel, device=device) if scratch is None else scratch
+        assert self._segments is not None
+        store.decode_segments(self.flat, found, self._segments)
+        return found
+
+    def close(self, channel: Channel, found: Tensor) -> None:
+        """Keep what `open` gave."""
+        store = self._store(channel)
+        if store is not None:
+            assert self.flat is not None
+            assert self._segments is not None
+            store.encode_segments(found, self.flat, self._segments)
+
+    def _gather(self, channel: Channel, device: torch.device) -> None:
+        """Take over what the slots owe so far; nothing, if they were never used."""
+        store = self._store(channel)
+        if store is None:
+            flat = torch.zeros(self.numel, device=device)
+        else:
+            self._segments = _stored(store, self.slots)
+            flat = torch.zeros(
+                sum(plan.nbytes for plan in self._segments.plans), dtype=torch.uint8, device=device
+            )
+            store.encode_segments(torch.zeros(self.numel, device=device), flat, self._segments)
+        at = 0
+        for slot, shape in self.slots:
+            rows, width = shape[:-1], shape[-1] if store is None else store.nbytes(shape[-1])
+            end = at + math.prod(rows) * width
+            view, at = flat[at:end].view(*rows, width), end
+            held = channel.residuals.get(slot)
+            if held is not None:
+                channel.check_shape(slot, shape)
+                view.copy_(held.view(view.shape))
+            channel._release([slot])
+            channel.residuals[slot], channel.shapes[slot], channel._holdings[slot] = view, shape, self
+        self.flat = flat
+
+
+def _stored(store: Codec, slots: tuple[tuple[str, tuple[int, ...]], ...]) -> Segments:
+    """Where every row of every slot lies, in float32 and in wires of the store's codec."""
+    numels = [shape[-1] for _, shape in slots for _ in range(math.prod(shape[:-1]))]
+    starts, wires, at, byte = [], [], 0, 0
+    for numel in numels:
+        starts.append(at)
+        wires.append(byte)
+        at, byte = at + numel, byte + store.nbytes(numel)
+    nothing = (0,) * len(numels)
+    plans = tuple(store.plan(numel) for numel in numels)
+    return Segments(plans, tuple(starts), tuple(wires), nothing, nothing, nothing)

@@ -4,17 +4,26 @@
     decode   bytes to gradients, added up; where one kernel also encodes the sum, that too
     wire     waiting for the network with nothing else to do
 
-A clock belongs to a channel or several; whoever runs schedules adds to it. Times of GPUs are taken by events
-on the stream, so that reading the clock, not running it, may wait.
+A clock belongs to a channel or several; whoever runs schedules adds to it. On a GPU the host does not wait:
+events are put on the streams, in some of the steps only, and read once they are past. Exchanges of several
+pieces overlap there; what counts as wire is the time in which at least one is under way and no kernel of ours
+runs.
 """
 
 import time
 from collections import deque
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 
 ENCODE, COMPUTE, WIRE = "encode", "compute", "wire"
-EVENTS = 512  # kept before they are read
+FIRST, EVERY = (2, 3), 10  #: steps in which events are recorded: these, and every tenth
+KEPT = 64  # steps whose events wait to be read
+
+Event: TypeAlias = torch.cuda.Event
+Mark: TypeAlias = float | Event | None
+Interval: TypeAlias = tuple[float, float]
 
 
 class Clock:
@@ -29,26 +38,39 @@ class Clock:
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys((ENCODE, COMPUTE, WIRE), 0.0)
-        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._sampled = dict.fromkeys((ENCODE, COMPUTE, WIRE), 0.0)  # of steps with events
+        self._marks: list[tuple[str, Event, Event]] = []  # of this step
+        self._steps: deque[list[tuple[str, Event, Event]]] = deque(maxlen=KEPT)  # not read yet
+        self._read_steps = 0
+        self.steps = 0
+        self.samples = True  #: whether events are recorded in this step
 
-    def start(self, device: torch.device) -> "float | torch.cuda.Event":
+    def begin_step(self) -> None:
+        """What comes now is of another step."""
+        if self._marks:
+            self._steps.append(self._marks)
+            self._marks = []
+        self.steps += 1
+        self.samples = self.steps in FIRST or self.steps % EVERY == 0
+
+    def start(self, device: torch.device) -> Mark:
         """Now, on a device."""
-        return _event(device) if device.type == "cuda" else time.perf_counter()
+        if device.type == "cuda":
+            return event(device) if self.samples and not is_recording(device) else None
+        return time.perf_counter()
 
-    def stop(self, kind: str, began: "float | torch.cuda.Event") -> None:
+    def stop(self, kind: str, began: Mark) -> None:
         """Add what has gone by since."""
         if isinstance(began, float):
             self._seconds[kind] += time.perf_counter() - began
-            return
-        self._events.append((kind, began, _event(torch.device("cuda", torch.cuda.current_device()))))
-        if len(self._events) > EVENTS:
-            self._read()
+        elif began is not None:
+            self._marks.append((kind, began, event(torch.device("cuda", torch.cuda.current_device()))))
 
     def seconds(self) -> dict[str, float]:
-        """So far."""
-        while self._events:
-            self._read()
-        found = self._seconds
+        """So far; on a GPU, of all steps as far as those with events tell. Never waits."""
+        self._read()
+        factor = max(1, self.steps) / max(1, self._read_steps)
+        found = {kind: self._seconds[kind] + factor * self._sampled[kind] for kind in self._seconds}
         return {
             "encode": found[ENCODE],
             "wire": found[WIRE],
@@ -56,12 +78,48 @@ class Clock:
         }
 
     def _read(self) -> None:
-        kind, began, ended = self._events.popleft()
-        ended.synchronize()
-        self._seconds[kind] += float(began.elapsed_time(ended)) / 1000
+        """Steps whose events are past."""
+        if not self.steps and self._marks:  # whoever uses it knows no steps
+            self._steps.append(self._marks)
+            self._marks = []
+        while self._steps and all(end.query() for _, _, end in self._steps[0]):
+            marks = self._steps.popleft()
+            first = marks[0][1]
+            intervals: dict[str, list[Interval]] = {kind: [] for kind in self._sampled}
+            for kind, began, ended in marks:
+                intervals[kind].append((elapsed(first, began), elapsed(first, ended)))
+            computing = covered(intervals[COMPUTE])
+            self._sampled[ENCODE] += covered(intervals[ENCODE])
+            self._sampled[COMPUTE] += computing
+            self._sampled[WIRE] += covered(intervals[WIRE] + intervals[COMPUTE]) - computing
+            self._read_steps += 1
 
 
-def _event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+def covered(intervals: Iterable[Interval]) -> float:
+    """How long at least one of them lasts.
+
+    >>> covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    whole, end = 0.0, -float("inf")
+    for first, last in sorted(intervals):
+        whole += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return whole
+
+
+def event(device: torch.device) -> Event:
+    """A mark on the device's current stream."""
+    made = torch.cuda.Event(enable_timing=True)
+    made.record(torch.cuda.current_stream(device))
+    return made
+
+
+def elapsed(began: Event, ended: Event) -> float:
+    """Seconds between two marks that are past."""
+    return float(began.elapsed_time(ended)) / 1000
+
+
+def is_recording(device: torch.device) -> bool:
+    """Whether the device's current stream is recorded into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

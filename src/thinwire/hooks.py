@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire import policy
-from thinwire.integrations.auto import BUDGET, Pilot
+from thinwire.integrations.auto import BUDGET, Choice
 from thinwire.integrations.ddp import AUTO, hook, know
+from thinwire.integrations.pilot import Pilot
 from thinwire.integrations.wire import Wire
 from thinwire.policy import Policy
 
@@ -42,7 +43,7 @@ def get(
     >>> state.policy.name
     'int8/256'
     """
-    pilot = Pilot(error_budget) if codec == AUTO else None
+    pilot = Pilot(Choice(error_budget)) if codec == AUTO else None
     wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, None, pilot)
     if model is not None:
         know(wire, model)

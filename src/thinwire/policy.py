@@ -23,7 +23,9 @@ ranks (`two_shot`), so that no bit depends on how DDP makes its buckets; sums ma
     'fp32'
 """
 
+import bisect
 import fnmatch
+import functools
 import json
 import math
 import tomllib
@@ -168,6 +170,23 @@ class Policy:
             f"step {step}; end with a rule for everything, such as codec = 'fp32'"
         )
 
+    def phase(self, step: int = 0, epoch: int = 0) -> tuple[int, int]:
+        """Changes only where a rule begins or ends: in one phase a tensor is always taken by the same rule.
+
+        >>> policy = Policy("warm", (Rule("fp16", last_step=9), Rule("fp32")))
+        >>> policy.phase(9), policy.phase(10)
+        ((0, 0), (1, 0))
+        """
+        steps, epochs = self._edges
+        return bisect.bisect_right(steps, step), bisect.bisect_right(epochs, epoch)
+
+    @functools.cached_property
+    def _edges(self) -> tuple[list[int], list[int]]:
+        """The steps and epochs at which a rule begins or has just ended."""
+        steps = {edge for rule in self.rules for edge in _edges(rule.first_step, rule.last_step)}
+        epochs = {edge for rule in self.rules for edge in _edges(rule.first_epoch, rule.last_epoch)}
+        return sorted(steps - {0}), sorted(epochs - {0})
+
     def _codec(self, rule: Rule, level: int) -> str:
         return rule.codec if self.ladder is None else self.ladder.levels[level]
 
@@ -283,6 +302,10 @@ def _role(module: nn.Module) -> str:
     if isinstance(module, NORMS):
         return "norm"
     return "embedding" if isinstance(module, nn.Embedding | nn.EmbeddingBag) else "weight"
+
+
+def _edges(first: int, last: int | None) -> tuple[int, ...]:
+    return (first,) if last is None else (first, last + 1)
 
 
 def _within(number: int, low: int, high: int | None) -> bool:

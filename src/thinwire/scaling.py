@@ -101,18 +101,28 @@ def scales(scaling: Scaling, u: Tensor, block: int, limit: float, world: int = 1
     if scaling.choose in ("l2", "rms", "cells", "percentile"):
         padded = pad(u, (0, -numel % block)).view(rows, -1, block)
         found = _reach(scaling, padded, magnitude, numel)
+    return _scales(scaling, found, magnitude >= INFINITY, limit, world)
+
+
+def of_magnitudes(scaling: Scaling, magnitude: Tensor, limit: float, world: int = 1) -> Tensor:
+    """Scales where the largest magnitude decides (`RULES`) or nothing does (`fixed`), from its patterns."""
+    return _scales(scaling, magnitude.view(torch.float32), magnitude >= INFINITY, limit, world)
+
+
+def _scales(scaling: Scaling, found: Tensor, bad: Tensor, limit: float, world: int) -> Tensor:
+    """From what becomes the format's largest value to scales; NaN where a block is bad."""
     if scaling.margin == "world":
         found = (found * world).clamp(max=torch.finfo(torch.float32).max)
     if scaling.choose == "fixed":
         scale = torch.full_like(found, 10.0**scaling.value)
     elif scaling.choose in ("pow2", "floor"):
         pattern = found.view(torch.int32)
-        scale = block_reference._power_of_two(pattern, _number(limit, u), ceil=scaling.choose == "pow2")
+        scale = block_reference._power_of_two(pattern, _number(limit, found), ceil=scaling.choose == "pow2")
     else:
-        scale = found / _number(limit + 0.5 * (scaling.choose == "cells"), u)
+        scale = found / _number(limit + 0.5 * (scaling.choose == "cells"), found)
     if scaling.margin == "sqrt":
-        scale = scale * _number(math.sqrt(world), u)
-    return block_reference._poison(scale, magnitude >= INFINITY)
+        scale = scale * _number(math.sqrt(world), found)
+    return block_reference._poison(scale, bad)
 
 
 def _number(value: float, like: Tensor) -> Tensor:

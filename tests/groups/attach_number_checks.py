@@ -170,7 +170,7 @@ def noop(rank, world):
 
 STATS = {
     "policy", "world", "step", "steps", "sent_nbytes", "fp32_nbytes", "ratio", "step_s", "seconds", "overlap",
-    "layers", "uncompressed", "level", "auto",
+    "layers", "uncompressed", "level", "auto", "buffers_nbytes", "residuals_nbytes",
 }  # fmt: skip
 LAYER = {
     "codec", "schedule", "numel", "wire_nbytes", "error", "snr_db", "true_error", "residual_norm", "why",
@@ -215,8 +215,7 @@ def bytes_sent(found, rank, world):
         routes.setdefault((each["codec"], each["schedule"]), []).append(math.prod(shape))
     assert {codec for codec, _ in routes} == {"int4/128+ef", "fp32"}
     for (codec, schedule), numels in routes.items():
-        tensors = [sum(numels)] if codec == "fp32" else numels  # in float32 they travel as one
-        sent += trace(tensors, codec, world, schedule, rank=rank).sent_nbytes
+        sent += trace(numels, codec, world, schedule, rank=rank).sent_nbytes
         fp32 += trace(sum(numels), "fp32", world, "native").sent_nbytes
     assert found["sent_nbytes"] == 11 * sent, (found["sent_nbytes"], 11 * sent)
     assert found["fp32_nbytes"] == 11 * fp32

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from thinwire import cli, data
 from thinwire.errors import InputError, LabError
 from thinwire.integrations.auto import MOST
 from thinwire.lab import namespaces
-from thinwire.study import Record, Trial, convergence, demo
+from thinwire.study import Record, Trial, convergence, demo, networks
 from thinwire.study.run import Progress, command, run, seconds_left
 from thinwire.study.store import Store
 
@@ -144,7 +145,75 @@ def test_an_error_of_a_rank_is_passed_on_in_its_words(store):
         run([replace(TRIAL, batch=2000)], store)
 
 
+@pytest.mark.skipif(not data.present("sotu"), reason="the text is not here: thinwire data fetch sotu")
+def test_texts_are_trained_on_too(store):
+    trial = replace(TRIAL, data="sotu", network="gpt-small", steps=8, batch=16, lr=0.003)
+    (record,) = run([trial], store)
+    assert record.replicas_equal
+    assert record.points[-1].loss < record.points[0].loss
+    assert 0.05 < record.accuracy < 0.5  # of the next byte; a blank alone is a sixth of the text
+
+
 # Without training
+
+
+def test_a_device_has_keys_and_labs_of_its_own(store, monkeypatch):
+    """Trials on a CPU keep the keys they had before there were devices."""
+    assert TRIAL.key == "eb6ef70b3886c603"
+    there = replace(TRIAL, device="cuda")
+    assert there.key != TRIAL.key
+    assert command(there) == f"{command(TRIAL)} --device cuda"
+    opened = []
+    made = run.__globals__["Lab"]
+
+    def lab(device, **options):
+        opened.append(device)
+        return made(device="cpu", **options)
+
+    monkeypatch.setitem(run.__globals__, "Lab", lab)
+    records = run([TRIAL, there], store, worker=TALK)
+    assert [record.trial for record in records] == [TRIAL, there]
+    assert opened == ["cpu", "cuda"]
+
+
+def test_networks_say_what_they_are_for():
+    text, picture = (64,), (1, 8, 8)
+    for name in networks.NETWORKS:
+        with pytest.raises(InputError, match=r"is for (texts|images); this data takes one of"):
+            networks.get(name, picture if name in networks.TEXTS else text, 10)
+    count = sum(each.numel() for each in networks.get("gpt", text, 256).parameters())
+    assert 29e6 < count < 31e6
+
+
+def test_a_network_for_texts_does_not_look_ahead():
+    torch.manual_seed(0)
+    net = networks.get("gpt-small", (64,), 256)
+    x = torch.randint(256, (2, 64))
+    later = x.clone()
+    later[:, 40:] = 0
+    now, then = net(x), net(later)
+    assert torch.equal(now[:, :40], then[:, :40])
+    assert not torch.equal(now[:, 40:], then[:, 40:])
+
+
+def test_the_demo_on_a_gpu_is_planned(monkeypatch):
+    with pytest.raises(InputError, match="use cpu or cuda"):
+        demo.plan(device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="no CUDA device here"):
+            demo.plan(device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(data, "best", lambda *names, **_: data.Choice(names[0], ()))
+    monkeypatch.setattr(data, "fetch", lambda _: None)
+    monkeypatch.setattr(demo, "find_place", lambda _, link: (link, ()))
+    plan = demo.plan(device="cuda")
+    assert [trial.codec for trial in plan.trials[:7]] == list(demo.CUDA_CODECS)
+    first = plan.trials[0]
+    assert (first.data, first.network, first.link, first.device) == ("sotu", "gpt", "10gbit", "cuda")
+    assert len(plan.trials) == 21
+    assert len(demo.plan(device="cuda", quick=True).trials) == 7
+    assert {trial.device for trial in demo.plan().trials} == {"cpu"}
+    assert demo.plan().trials[0].link == "100mbit"
 
 
 def test_what_is_stored_is_not_run_again(store):

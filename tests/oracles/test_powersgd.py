@@ -11,8 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from thinwire import Channel
 from thinwire.runtimes import local
 from thinwire.runtimes.trace import trace
-from thinwire.schedules import Seat
-from thinwire.schedules.low_rank import _start
+from thinwire.schedules.low_rank import cholesky_qr, drawn
 
 
 def gauss(*shape, seed=0):
@@ -83,6 +82,21 @@ def test_torch_makes_the_same_columns_orthonormal(rank):
     powerSGD_hook._orthogonalize_gram_schmidt(theirs[None])
     ours = torch.linalg.qr(p).Q
     torch.testing.assert_close(ours @ ours.T, theirs @ theirs.T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("true_rank", [0, 1, 3, 4])
+def test_cholesky_spans_what_qr_does(true_rank):
+    """All matrices in one go, whatever their heights; columns that depend on others are replaced."""
+    heights = (40, 700, 9)
+    ps = [gauss(height, 4, seed=height) for height in heights]
+    ps = [p[:, :true_rank] @ gauss(true_rank, 4, seed=5) if true_rank < 4 else p for p in ps]
+    found = [p.clone() for p in ps]
+    cholesky_qr(found)
+    for p, q in zip(ps, found, strict=True):
+        assert bool(q.isfinite().all())
+        torch.testing.assert_close(q @ (q.T @ p), p, rtol=0, atol=2e-5 * float(p.norm() + 1))
+        if true_rank:
+            torch.testing.assert_close(q.T @ q, torch.eye(4), rtol=0, atol=1e-5)
 
 
 def test_the_approximation_and_the_errors_are_what_came_in():
@@ -170,10 +184,7 @@ def test_a_bucket_is_one_call_for_each_tensor():
 
 
 def test_tensors_of_other_names_start_elsewhere():
-    one, same, other = (
-        _start(3000, 2, Seat(rank, 2, Channel("fp32"), name), torch.device("cpu"))
-        for rank, name in ((0, "a"), (1, "a"), (0, "b"))
-    )
+    one, same, other = (drawn(3000, 2, name, torch.device("cpu")) for name in ("a", "a", "b"))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert abs(float(one.mean())) < 0.05

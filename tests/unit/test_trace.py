@@ -14,6 +14,7 @@ from thinwire.runtimes import job as jobs
 from thinwire.runtimes.trace import trace
 from thinwire.schedules import SCHEDULES, AllGather, AllReduce, AllToAll
 from thinwire.schedules.choose import SMALL_NBYTES, choose
+from thinwire.schedules.exchange import arriving, parts
 
 DOZEN = (
     "fp32", "bf16", "int8", "int8/256", "int4/128~sr", "e4m3fn/128", "nvfp4", "aps/e5m2", "int8/256~shared",
@@ -41,14 +42,16 @@ def watched(steps, rank, world, count):
         others = [i for i in range(len(peers)) if i != place]
         count["exchanges"] += 1
         if isinstance(request, AllGather):
-            parts = [part.numel() for part in request.wires.split(list(request.sizes))]
-            sent, received = [parts[place]] * len(others), [parts[i] for i in others]
+            found = [part.numel() for part in parts(request.wires, request.sizes, request.stride)]
+            assert found == list(request.sizes)
+            sent, received = [found[place]] * len(others), [found[i] for i in others]
         elif isinstance(request, AllToAll):
-            parts = [part.numel() for part in request.wire.split(list(request.sizes))]
-            room = request.out.numel()
-            coming = request.coming or [room // len(peers)] * len(peers)
-            assert sum(coming) == room
-            sent, received = [parts[i] for i in others], [coming[i] for i in others]
+            found = [part.numel() for part in parts(request.wire, request.sizes, request.stride)]
+            coming = arriving(request, place)
+            room = [part.numel() for part in parts(request.out.view(-1), coming, request.stride)]
+            assert found == list(request.sizes)
+            assert room == list(coming)
+            sent, received = [found[i] for i in others], [room[i] for i in others]
         elif isinstance(request, AllReduce):  # as on a ring: a share in each of 2 (N - 1) steps
             hops = 2 * len(others)
             share = hops * request.values.nbytes // len(peers)

@@ -12,7 +12,7 @@ another length is refused. On a GPU, where looking would stall the stream, it de
 import abc
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinwire import buffers
 from thinwire.errors import CodecError, InputError, WireError
+from thinwire.kernels.params import Draw, Segments, SignPlan, WirePlan
 from thinwire.rounding import Stream
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,6 +169,11 @@ class Codec(abc.ABC):
         del numel
         return 0
 
+    def agreed_before(self, offset: int) -> int:
+        """How many of a vector's agreed integers are of blocks that end before an offset."""
+        del offset
+        return 0
+
     def summary(self, x: Tensor, world: int = 1) -> Tensor:
         """Those integers, for this rank's x: [..., agreement(n)], uint8 or int32.
 
@@ -175,6 +181,19 @@ class Codec(abc.ABC):
         """
         del x, world
         raise CodecError(f"{self.spec} needs no agreement between ranks: call encode at once")
+
+    def summaries(self, x: Tensor, segments: Segments, world: int = 1, reach: Tensor | None = None) -> Tensor:
+        """`summary` of every segment of a flat vector, one after another.
+
+        With `reach`, numbers of a segment may grow by so much before they are encoded.
+        """
+        found = []
+        for i, (plan, start) in enumerate(zip(segments.plans, segments.starts, strict=True)):
+            values = x[start : start + plan.numel].float()
+            if reach is not None:
+                values = values + torch.copysign(reach[i], values)
+            found.append(self.summary(values, world))
+        return torch.cat(found)
 
     # Encode and decode
 
@@ -277,6 +296,110 @@ class Codec(abc.ABC):
         self._reduce(_aligned(wires, wires.shape[0]), wire, numel, weight, rng)
         return buffers.deliver(wire, target)
 
+    # Rows of different lengths in one call: what schedules use. Flat tensors, checked by whoever made them.
+
+    def plan(self, numel: int) -> WirePlan | SignPlan:
+        """Where things lie in the wire of so many elements; for most codecs only its length and its tag."""
+        return WirePlan(numel, self.nbytes(numel), 0, 0, self.tag(numel) if self.tagged else 0)
+
+    def reads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the calls on segments take vectors of this dtype as they are."""
+        del device
+        return dtype == torch.float32
+
+    @property
+    def reduces_segments(self) -> bool:
+        """Whether `reduce_segments` is there: one pass from wires to the wire of their sum."""
+        return False
+
+    def encode_segments(
+        self,
+        x: Tensor,
+        wire: Tensor,
+        segments: Segments,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        """Every segment of a flat vector into its wire, as `encode` does it row by row.
+
+        `residual` is flat too; what of it is not finite becomes zero. `shared` holds the agreed integers of
+        all segments, one after another.
+        """
+        for run in runs(segments):
+            numel, rows = run.plan.numel, run.rows
+            values = _rows(x[run.start : run.start + rows * numel].view(rows, numel))
+            held = (
+                None if residual is None else residual[run.held : run.held + rows * numel].view(rows, numel)
+            )
+            agreed = None
+            if shared is not None:
+                count = self.agreement(numel)
+                agreed, shared = shared[: rows * count].view(rows, count), shared[rows * count :]
+            rng = None
+            if self.needs_rng:
+                assert draw is not None
+                rng = Stream(draw.seed, draw.step, run.tensor, draw.rank)
+            places = [wire[at : at + run.plan.nbytes] for at in run.wires]
+            made = places[0].view(1, -1) if rows == 1 else wire.new_empty((rows, run.plan.nbytes))
+            self._encode(values, made, rng, held, agreed)
+            if rows > 1:
+                torch._foreach_copy_(places, list(made))
+        if residual is not None:
+            torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
+
+    def decode_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float = 1.0,
+        count: int = 1,
+        stride: int = 0,
+    ) -> None:
+        """Every segment's wire into a flat vector; of `count` wires, `stride` bytes apart, their sum."""
+        self.check_tags(wires, segments, count, stride)
+        for plan, start, at in zip(segments.plans, segments.starts, segments.wires, strict=True):
+            values = out[start : start + plan.numel].view(1, -1)
+            for k in range(count):
+                here = wires[at + k * stride : at + k * stride + plan.nbytes]
+                self._decode(here.view(1, -1), values, weight, add=k > 0)
+
+    def reduce_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float,
+        count: int,
+        stride: int,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> None:
+        """`count` wires of every segment, `stride` bytes apart, to the wire of their sum, in its place."""
+        raise NotImplementedError
+
+    def check_tags(self, wires: Tensor, segments: Segments, count: int = 1, stride: int = 0) -> None:
+        """Refuse wires of another codec or length; on a GPU, where looking would stall, they become NaN."""
+        if not self.tagged or wires.device.type != "cpu" or not segments.plans:
+            return
+        if "tags" not in segments.known:
+            ends = [at + plan.nbytes for at, plan in zip(segments.wires, segments.plans, strict=True)]
+            tags = np.array([plan.tag for plan in segments.plans], np.int64).astype(np.int32)
+            segments.known["tags"] = np.array(ends) // 4 - 1, tags
+        ends, tags = segments.known["tags"]
+        held = wires.numpy().view(np.int32)
+        for k in range(count):
+            wrong = held[ends + k * stride // 4] != tags
+            if wrong.any():
+                numel = segments.plans[int(wrong.argmax())].numel
+                raise WireError(
+                    f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
+                    "Do all ranks use the same codec and size?"
+                )
+
     # What a codec writes: rows [rows, n] and wires [rows, nbytes], checked, contiguous, not empty
 
     @abc.abstractmethod
@@ -355,6 +478,44 @@ class Codec(abc.ABC):
                     f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
                     "Do all ranks use the same codec and size?"
                 )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Segments that are rows of one matrix: a codec encodes them in one call."""
+
+    plan: WirePlan | SignPlan
+    rows: int
+    start: int
+    held: int
+    tensor: int
+    wires: tuple[int, ...]
+
+
+def runs(segments: Segments) -> Iterator[Run]:
+    """Neighbouring segments of one tensor and length, joined."""
+    if "runs" not in segments.known:
+        segments.known["runs"] = tuple(_runs(segments))
+    yield from segments.known["runs"]
+
+
+def _runs(segments: Segments) -> Iterator[Run]:
+    first = 0
+    count = len(segments.plans)
+    for i in range(1, count + 1):
+        numel, length = segments.plans[first].numel, i - first
+        goes_on = (
+            i < count
+            and segments.plans[i].numel == numel
+            and segments.tensors[i] == segments.tensors[first]
+            and segments.rows[i] == segments.rows[first] + length
+            and segments.starts[i] == segments.starts[first] + length * numel
+        )
+        if not goes_on:
+            where = segments.wires[first:i]
+            held, tensor = segments.held[first], segments.tensors[first]
+            yield Run(segments.plans[first], length, segments.starts[first], held, tensor, where)
+            first = i
 
 
 def _tag(name: str, numel: int) -> int:

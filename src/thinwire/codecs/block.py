@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from thinwire import kernels, scaling
 from thinwire.codecs.base import Codec, Section, check_vector, section
+from thinwire.codecs.blocked import Blocked
 from thinwire.errors import CodecError, InputError
 from thinwire.formats import Float, Format, Posit
 from thinwire.formats import get as get_format
@@ -29,6 +30,8 @@ from thinwire.kernels.params import (
     FILLED,
     SCALE_NBYTES,
     BlockParams,
+    Draw,
+    Segments,
     WirePlan,
     packed_nbytes,
 )
@@ -40,7 +43,7 @@ FACTOR_LIMIT = 448.0  # the largest e4m3 scale
 
 
 @dataclass(frozen=True)
-class Block(Codec):
+class Block(Blocked):
     """A number format with one scale for every `block` elements.
 
     >>> from thinwire.codecs import Block
@@ -135,6 +138,9 @@ class Block(Codec):
     def agreement(self, numel: int) -> int:
         return self._blocks(numel) if self.scaling.shared else 0
 
+    def agreed_before(self, offset: int) -> int:
+        return offset // self.block if self.block else 0
+
     def summary(self, x: Tensor, world: int = 1) -> Tensor:
         check_vector(x)
         if not self.scaling.shared:
@@ -179,16 +185,10 @@ class Block(Codec):
             return float(2.0 ** (self.format._top_exponent))
         return 1.0 if isinstance(self.format, Posit) else self._format.max  # posits are finest around 1
 
-    @functools.cached_property
-    def _plans(self) -> dict[int, WirePlan]:
-        return {}
-
-    def _plan(self, numel: int) -> WirePlan:
-        if numel not in self._plans:
-            codes, scales, *_ = self.sections(numel)
-            extra = codes.nbytes + scales.nbytes
-            self._plans[numel] = WirePlan(numel, self.nbytes(numel), codes.nbytes, extra, self.tag(numel))
-        return self._plans[numel]
+    def _made(self, numel: int) -> WirePlan:
+        codes, scales, *_ = self.sections(numel)
+        extra = codes.nbytes + scales.nbytes
+        return WirePlan(numel, self.nbytes(numel), codes.nbytes, extra, self.tag(numel))
 
     def _scales(self, u: Tensor, world: int = 1) -> Tensor:
         return scaling.scales(self.scaling, u, self.block or 0, self._limit, world)
@@ -196,7 +196,7 @@ class Block(Codec):
     def _encode(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
     ) -> None:
-        plan, p = self._plan(x.shape[1]), self._params
+        plan, p = self.plan(x.shape[1]), self._params
         key = None if rng is None else rng.key
         if p.rule != FILLED:
             kernels.block_encode(p, x, wire, plan, key, residual)
@@ -240,13 +240,65 @@ class Block(Codec):
         kernels.to_codes(SCALE_FORMAT, ratio.view(-1), codes.view(-1), 0)
         return pad(codes.masked_fill_(bad, 127), (0, -codes.shape[1] % 4))
 
-    def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
-        kernels.block_decode(self._params, wire, out, self._plan(out.shape[1]), weight, add=add)
+    # Segments
 
     @property
-    def _fuses_reduce(self) -> bool:
-        return self._params.rule != FILLED
+    def _one_scale(self) -> bool:
+        """Whether a segment has a single scale that follows from its largest magnitude, or is given."""
+        plain = self.scaling.choose in scaling.RULES or self.scaling.choose == "fixed"
+        return self.block is None and plain and self.scaling.store != "e4m3"
 
-    def _reduce(self, wires: Tensor, wire: Tensor, numel: int, weight: float, rng: Stream | None) -> None:
-        key = None if rng is None else rng.key
-        kernels.block_reduce(self._params, wires, wire, self._plan(numel), weight, key)
+    def reads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        fused = self._params.rule != FILLED or self._one_scale
+        return dtype == torch.float32 or (fused and device.type == "cuda")
+
+    def encode_segments(
+        self,
+        x: Tensor,
+        wire: Tensor,
+        segments: Segments,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        if self._params.rule == FILLED:
+            if not self._one_scale:
+                Codec.encode_segments(self, x, wire, segments, draw, residual=residual, shared=shared)
+                return
+            self._fill_segments(x, wire, segments, residual, shared)
+        super().encode_segments(x, wire, segments, draw, residual=residual)
+
+    def _fill_segments(
+        self, x: Tensor, wire: Tensor, segments: Segments, residual: Tensor | None, shared: Tensor | None
+    ) -> None:
+        """Every segment's scale into its wire: one word."""
+        if shared is None:
+            held = kernels.segment_magnitudes(x, segments, residual)
+            found = block_reference.store_scales(self._params, self._scale_of(held).unsqueeze(1))
+        elif self._params.store == E8M0:
+            found = pad(shared.unsqueeze(1), (0, 3))
+        else:
+            found = block_reference.store_scales(self._params, shared.view(torch.float32).unsqueeze(1))
+        key = "scales", wire.device
+        if key not in segments.known:
+            pairs = zip(segments.wires, segments.plans, strict=True)
+            places = [at + self.plan(plan.numel).scales_at for at, plan in pairs]
+            segments.known[key] = torch.tensor(places, device=wire.device) // 4
+        words = found.contiguous().view(torch.int32).view(-1)
+        wire.view(torch.int32).index_copy_(0, segments.known[key], words)
+
+    def _scale_of(self, magnitude: Tensor, world: int = 1) -> Tensor:
+        """Scales of segments, from the patterns of their largest magnitudes."""
+        return scaling.of_magnitudes(self.scaling, magnitude, self._limit, world)
+
+    def summaries(self, x: Tensor, segments: Segments, world: int = 1, reach: Tensor | None = None) -> Tensor:
+        if not self._one_scale or not self.scaling.shared or x.device.type == "meta":
+            return super().summaries(x, segments, world, reach)
+        largest = kernels.segment_magnitudes(x, segments)
+        if reach is not None:
+            largest = (largest.view(torch.float32) + reach).view(torch.int32)
+        scale = self._scale_of(largest, world)
+        if self.scaling.store == "e8m0":
+            return block_reference._stored(self._params, scale, None)
+        return scale.view(torch.int32)

@@ -65,17 +65,18 @@ class Cast(Codec):
             residual -= values[:, : x.shape[1]]
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
+        """A weighted value is rounded to float32 before it is added, as with every other codec."""
         values = self._values(wire)[:, : out.shape[1]]
-        if add and values.device.type == "cpu" and values.dtype != out.dtype:
-            for start in range(0, out.shape[1], PIECE):  # torch would convert all of it first
-                part = slice(start, start + PIECE)
-                out[:, part].add_(values[:, part].float(), alpha=weight)
-        elif add:
-            out.add_(values, alpha=weight)
-        else:
+        if not add:
             out.copy_(values)
             if weight != 1:
                 out *= weight
+        elif weight == 1 and values.dtype == out.dtype:
+            out += values
+        else:
+            for start in range(0, out.shape[1], PIECE if values.device.type == "cpu" else out.shape[1]):
+                part = slice(start, start + PIECE if values.device.type == "cpu" else None)
+                out[:, part] += values[:, part].float() * weight  # of all at once torch would make a copy
 
     def _values(self, wire: Tensor) -> Tensor:
         return wire.view(self.torch_dtype)

@@ -3,18 +3,16 @@
 import functools
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from thinwire import kernels
-from thinwire.codecs.base import Codec, Section, section
+from thinwire.codecs.base import Section, section
+from thinwire.codecs.blocked import Blocked
 from thinwire.errors import CodecError
 from thinwire.formats.base import MODES
 from thinwire.kernels.params import MINMAX, BlockParams, GridParams, WirePlan, packed_nbytes
-from thinwire.rounding import Rounding, Stream
+from thinwire.rounding import Rounding
 
 
 @dataclass(frozen=True)
-class MaxMin(Codec):
+class MaxMin(Blocked):
     """`bits` bits for the steps from the block's minimum; two numbers for every block.
 
     Wire: [codes: bits x elements][units: float32 x blocks][minima: float32 x blocks][tag]
@@ -75,31 +73,7 @@ class MaxMin(Codec):
         mode = MODES[Rounding(self.rounding)]
         return BlockParams(GridParams(self.bits, 0, 0, top), mode, self.block, MINMAX, float(top))
 
-    @functools.cached_property
-    def _plans(self) -> dict[int, WirePlan]:
-        return {}
-
-    def _plan(self, numel: int) -> WirePlan:
-        if numel not in self._plans:
-            codes, units, *_ = self.sections(numel)
-            at = (codes.nbytes, codes.nbytes + units.nbytes)
-            self._plans[numel] = WirePlan(numel, self.nbytes(numel), *at, self.tag(numel))
-        return self._plans[numel]
-
-    def _encode(
-        self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
-    ) -> None:
-        del shared
-        key = None if rng is None else rng.key
-        kernels.block_encode(self._params, x, wire, self._plan(x.shape[1]), key, residual)
-
-    def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
-        kernels.block_decode(self._params, wire, out, self._plan(out.shape[1]), weight, add=add)
-
-    @property
-    def _fuses_reduce(self) -> bool:
-        return True
-
-    def _reduce(self, wires: Tensor, wire: Tensor, numel: int, weight: float, rng: Stream | None) -> None:
-        key = None if rng is None else rng.key
-        kernels.block_reduce(self._params, wires, wire, self._plan(numel), weight, key)
+    def _made(self, numel: int) -> WirePlan:
+        codes, units, *_ = self.sections(numel)
+        at = (codes.nbytes, codes.nbytes + units.nbytes)
+        return WirePlan(numel, self.nbytes(numel), *at, self.tag(numel))

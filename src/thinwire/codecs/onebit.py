@@ -15,8 +15,7 @@ from thinwire import kernels
 from thinwire.codecs.base import Codec, Section, section, write_tags
 from thinwire.errors import CodecError
 from thinwire.kernels import block_reference, onebit_reference
-from thinwire.kernels.onebit_reference import SignPlan
-from thinwire.kernels.params import packed_nbytes
+from thinwire.kernels.params import Draw, Segments, SignPlan, packed_nbytes
 from thinwire.rounding import Stream
 
 THRESHOLDS = ("zero", "mean", "sign")
@@ -73,7 +72,7 @@ class OneBit(Codec):
     def _plans(self) -> dict[int, SignPlan]:
         return {}
 
-    def _plan(self, numel: int) -> SignPlan:
+    def plan(self, numel: int) -> SignPlan:
         if numel not in self._plans:
             bits, first, *_ = self.sections(numel)
             low = -1 if self.threshold == "sign" else bits.nbytes
@@ -81,14 +80,68 @@ class OneBit(Codec):
             self._plans[numel] = SignPlan(numel, self.block, self.nbytes(numel), low, high, self.tag(numel))
         return self._plans[numel]
 
+    def _plan(self, numel: int) -> SignPlan:
+        return self.plan(numel)
+
     def _encode(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
     ) -> None:
         del rng, shared
-        kernels.onebit_encode(x, wire, self._plan(x.shape[1]), self.threshold, residual)
+        kernels.onebit_encode(x, wire, self.plan(x.shape[1]), self.threshold, residual)
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
-        kernels.onebit_decode(wire, out, self._plan(out.shape[1]), weight, add=add)
+        kernels.onebit_decode(wire, out, self.plan(out.shape[1]), weight, add=add)
+
+    # Segments
+
+    def reads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return dtype == torch.float32 or (device.type == "cuda" and self.threshold != "mean")
+
+    @property
+    def reduces_segments(self) -> bool:
+        return True
+
+    def encode_segments(
+        self,
+        x: Tensor,
+        wire: Tensor,
+        segments: Segments,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        del draw, shared
+        kernels.onebit_encode_segments(x, wire, segments, self.threshold, residual)
+
+    def decode_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float = 1.0,
+        count: int = 1,
+        stride: int = 0,
+    ) -> None:
+        self.check_tags(wires, segments, count, stride)
+        kernels.onebit_decode_segments(wires, out, segments, weight, count, stride)
+
+    def reduce_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float,
+        count: int,
+        stride: int,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> None:
+        del draw
+        self.check_tags(wires, segments, count, stride)
+        args = (wires, out, segments, self.threshold, weight, count, stride)
+        kernels.onebit_reduce_segments(*args, residual)
 
 
 @dataclass(frozen=True)

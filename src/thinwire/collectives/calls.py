@@ -129,7 +129,7 @@ def all_to_all(  # noqa: PLR0913
 
     job = _single(call, steps, seat, output, after)
     if here.world > 1:
-        job.agreement = moves.compare_sizes(parts, rooms, here.rank, here.world)
+        job.agreement = moves.compare_sizes(parts, rooms, here.rank, here.world, here.talks_on)
     return _go(job, here, async_op)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import policy
 from thinwire.errors import InputError
-from thinwire.integrations.auto import BUDGET, Pilot
+from thinwire.integrations.auto import BUDGET, Choice
 from thinwire.integrations.meter import Board
+from thinwire.integrations.pilot import Pilot
+from thinwire.integrations.run import plain
 from thinwire.integrations.stats import wire_nbytes
 from thinwire.integrations.wire import Wire
 from thinwire.policy import NOOP, Policy, Tensorlike
@@ -59,7 +60,8 @@ def attach(
         time; the first step's gradients are zero.
     shadow: every so many steps, gradients are also reduced in float32 and the true error is measured.
     tensorboard: a folder, or a SummaryWriter; rank 0 writes.
-    error_budget: for `auto`: what a gradient may lose in one round trip, relative to its norm.
+    error_budget: for `auto`: what may be lost of a gradient, relative to its norm; with error feedback, what
+        is left of it after many steps.
     """
     model = _compiled(model)
     if not isinstance(model, DistributedDataParallel):
@@ -68,7 +70,7 @@ def attach(
         )
     group = model.process_group
     assert isinstance(group, dist.ProcessGroup)
-    pilot = Pilot(error_budget) if codec == AUTO else None
+    pilot = Pilot(Choice(error_budget)) if codec == AUTO else None
     wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, None, pilot)
     know(wire, model.module)
     said = _first_line(wire, wire.trained)  # by all ranks, as it finds tensors that no rule takes
@@ -113,7 +115,7 @@ def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     """A DDP communication hook; its state is a `Wire`, or the slot of one."""
     wire = state.wire if isinstance(state, Slot) else state
     assert isinstance(wire, Wire)
-    return allreduce_hook(wire.group, bucket) if wire.detached else wire.reduce(bucket)  # type: ignore[arg-type]
+    return plain(bucket.buffer(), wire.group) if wire.detached else wire.reduce(bucket)
 
 
 def _first_line(wire: Wire, tensors: list[Tensorlike]) -> str:

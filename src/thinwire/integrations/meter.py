@@ -1,5 +1,11 @@
-"""What a wire did: bytes, times, errors."""
+"""What a wire did: bytes, times, errors.
 
+On a CPU times are those of the host. On a GPU they are those of the device: events are recorded on its
+streams, one at the beginning of every step and more of them in some steps (see `thinwire.clock`), and read
+once they are past, so that nothing waits.
+"""
+
+import itertools
 import math
 import statistics
 import time
@@ -11,21 +17,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.clock import Clock
+from thinwire.clock import Clock, Event, elapsed, event
 from thinwire.codecs import Codec
 from thinwire.rounding import Stream
 
 RECENT = 200  #: steps that medians are of
 SAMPLE = 1 << 16  #: elements of a tensor that an error is measured on
+CPU = torch.device("cpu")
 
 
 @dataclass
 class Step:
-    """When things happened in one step; the time between two hooks is that of a step."""
+    """When things happened in one step: seconds of the host's clock, or events of a GPU."""
 
-    began: float
-    arrivals: list[float] = field(default_factory=list)  #: of buckets, as the backward pass made them
-    done_at: float = 0.0  #: when the last bucket was reduced
+    began: "float | Event"
+    arrivals: list["float | Event"] = field(
+        default_factory=list
+    )  #: of buckets, as the backward pass made them
+    done: list["float | Event"] = field(default_factory=list)  #: when buckets were reduced
+
+    @property
+    def is_past(self) -> bool:
+        """Whether all of it can be read without waiting."""
+        return all(isinstance(mark, float) or mark.query() for mark in (*self.arrivals, *self.done))
+
+    def ready_s(self) -> list[float]:
+        """When buckets were handed over, from the first one on. Waits for them, on a GPU."""
+        marks = self.arrivals
+        if marks and not isinstance(marks[-1], float):
+            marks[-1].synchronize()
+        return [between(marks[0], mark) for mark in marks]
+
+    def waited_s(self) -> float:
+        """From the last bucket's arrival until all were reduced."""
+        if not self.arrivals or not self.done:
+            return 0.0
+        return max(0.0, *(between(self.arrivals[-1], mark) for mark in self.done))
+
+
+def between(began: "float | Event", ended: "float | Event") -> float:
+    """Seconds from one mark to another."""
+    if isinstance(began, float):
+        assert isinstance(ended, float)
+        return ended - began
+    assert not isinstance(ended, float)
+    return elapsed(began, ended)
 
 
 @dataclass
@@ -35,40 +71,65 @@ class Meter:
     clock: Clock = field(default_factory=Clock)
     sent_nbytes: int = 0
     fp32_nbytes: int = 0
-    steps: int = 0
-    wait_s: float = 0.0  #: that training waited after its backward pass
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    errors: dict[str, float] = field(default_factory=dict)  #: of one round trip, relative, by tensor
-    true_errors: dict[str, float] = field(default_factory=dict)  #: of the reduced gradient, by tensor
+    errors: dict[str, Tensor | float] = field(default_factory=dict)  #: of one round trip, relative, by tensor
+    true_errors: dict[str, Tensor | float] = field(
+        default_factory=dict
+    )  #: of the reduced gradient, by tensor
     step: Step | None = None
     last: Step | None = None  #: the one before
+    always: bool = False  #: whether every step of a GPU is looked at
+    _waited_s: float = 0.0
+    _waited_steps: int = 0
+    _unread: deque[Step] = field(default_factory=lambda: deque(maxlen=64))
+    _begun: deque["float | Event"] = field(default_factory=lambda: deque(maxlen=RECENT + 1))
 
-    def begin_step(self) -> None:
+    @property
+    def steps(self) -> int:
+        return self.clock.steps
+
+    def begin_step(self, device: torch.device = CPU) -> None:
         """At the first bucket of a backward pass."""
-        now = time.perf_counter()
-        self.steps += 1
         if self.step is not None:
-            self.steps_s.append(now - self.step.began)
-            self.wait_s += self.waited(self.step)
+            self._unread.append(self.step)
+        self.clock.begin_step()
+        self.clock.samples |= self.always
+        now = self._now(device, wanted=True)
+        assert now is not None
+        self._begun.append(now)
         self.last, self.step = self.step, Step(now)
 
-    def arrive(self) -> None:
+    def arrive(self, device: torch.device = CPU) -> None:
         """A bucket is handed over."""
         assert self.step is not None
-        self.step.arrivals.append(time.perf_counter())
+        now = self._now(device)
+        if now is not None:
+            self.step.arrivals.append(now)
 
-    def done(self, step: Step) -> None:
-        """A bucket is reduced."""
-        step.done_at = max(step.done_at, time.perf_counter())
+    def done(self, step: Step, device: torch.device = CPU) -> None:
+        """A bucket is reduced; on a GPU, on the current stream."""
+        now = self._now(device)
+        if now is not None:
+            step.done.append(now)
 
-    @staticmethod
-    def waited(step: Step) -> float:
-        """From the last bucket's arrival until all were reduced."""
-        return max(0.0, step.done_at - step.arrivals[-1]) if step.arrivals and step.done_at else 0.0
+    def _now(self, device: torch.device, wanted: bool = False) -> "float | Event | None":
+        if device.type != "cuda":
+            return time.perf_counter()
+        return event(device) if wanted or self.clock.samples else None
+
+    def wait_s(self) -> float:
+        """What training waited after its backward passes, as far as steps that were looked at tell."""
+        while self._unread and self._unread[0].is_past:
+            step = self._unread.popleft()
+            if step.arrivals:
+                self._waited_s += step.waited_s()
+                self._waited_steps += 1
+        now = self.step.waited_s() if self.step is not None and isinstance(self.step.began, float) else 0.0
+        looked_at = max(1, self._waited_steps)
+        return now + self._waited_s * max(1.0, (self.steps - bool(now)) / looked_at)
 
     def seconds(self) -> dict[str, float]:
         """Totals so far."""
-        return {**self.clock.seconds(), "wait": self.wait_s + (self.waited(self.step) if self.step else 0.0)}
+        return {**self.clock.seconds(), "wait": self.wait_s()}
 
     def overlap(self) -> float:
         """The share of communication that was hidden behind computing."""
@@ -76,15 +137,24 @@ class Meter:
         busy = found["encode"] + found["wire"] + found["decode"]
         return max(0.0, 1 - found["wait"] / busy) if busy else 0.0
 
+    def steps_s(self, most: int = RECENT, *, waits: bool = False) -> list[float]:
+        """How long recent steps took, from one first bucket to the next; on a GPU, those that are past."""
+        marks = list(self._begun)[-most - 1 :]
+        if waits and marks and not isinstance(marks[-1], float):
+            marks[-1].synchronize()
+        marks = [mark for mark in marks if isinstance(mark, float) or mark.query()]
+        return [between(one, other) for one, other in itertools.pairwise(marks)]
+
     def step_s(self) -> float | None:
         """The median of recent steps."""
-        return statistics.median(self.steps_s) if self.steps_s else None
+        found = self.steps_s()
+        return statistics.median(found) if found else None
 
 
-def relative_error(sent: Tensor, wanted: Tensor) -> float:
+def relative_error(sent: Tensor, wanted: Tensor) -> Tensor:
     """|sent - wanted| / |wanted|; 0 if both are 0."""
-    size, error = wanted.float().norm().item(), (sent.float() - wanted.float()).norm().item()
-    return error / size if size else (math.inf if error else 0.0)
+    size, error = wanted.float().norm(), (sent.float() - wanted.float()).norm()
+    return torch.where((size == 0) & (error == 0), 0.0, error / size)
 
 
 def snr_db(error: float | None) -> float | None:
@@ -94,8 +164,8 @@ def snr_db(error: float | None) -> float | None:
     return -20 * math.log10(error) if error else math.inf
 
 
-def round_trip_error(codec: Codec, gradient: Tensor, rng: Stream) -> float:
-    """What encoding and decoding loses, on a sample where the codec can be cut."""
+def round_trip_error(codec: Codec, gradient: Tensor, rng: Stream) -> Tensor:
+    """What encoding and decoding loses, on a sample where the codec can be cut. Nothing waits for it."""
     x = gradient.detach().reshape(-1).float()
     if codec.grain:
         x = x[: max(codec.grain, SAMPLE // codec.grain * codec.grain)]

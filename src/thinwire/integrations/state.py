@@ -11,7 +11,6 @@ averaged gradient is still owed, and it is the same before and after.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.channel import Channel
-from thinwire.codecs import Codec, OneBitColumn
 from thinwire.errors import InputError
+from thinwire.integrations.routes import Route
+from thinwire.runtimes.arguments import codec_of, laid_out
 from thinwire.schedules.seat import Cut
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def load(wire: "Wire", state: Mapping[str, Any]) -> None:
     debts, stale = ({name: each.clone() for name, each in state[key].items()} for key in ("debts", "stale"))
     if wire.climber is not None and state["ladder"]:
         wire.climber.load_state_dict(state["ladder"])
-    routes = {name: (codec, schedule) for name, (codec, schedule) in state["routes"].items()}
+    routes = {name: Route(codec, schedule) for name, (codec, schedule) in state["routes"].items()}
     wire.restore(channels, debts, stale, routes)
     wire.step, wire.epoch = 0 if measures else int(state["step"]), int(state["epoch"])
 
@@ -80,7 +80,7 @@ def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: 
     owed = channel.owed(name)
     if not owed:
         return None
-    codec, turned = _laid_out(channel, shape)
+    codec, turned = laid_out(codec_of(channel), shape)
     places = {slot: _place(slot, name) for slot in owed}
     for _, stage in places.values():
         if stage not in STAGES:
@@ -105,14 +105,6 @@ def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: 
             weight = 1.0 if codec.agreement(sum(numels)) else float(world)
         found[start : start + held.numel()] += weight * held.reshape(-1)
     return found.view(shape[::-1]).t().contiguous() if turned else found.view(shape)
-
-
-def _laid_out(channel: Channel, shape: tuple[int, ...]) -> tuple[Codec, bool]:
-    """The codec of one tensor, and whether it is sent column by column (see `arguments.flats`)."""
-    assert isinstance(channel.codec, Codec)
-    codec = channel.codec.for_shape(shape)
-    turned = isinstance(codec, OneBitColumn) and codec.strided
-    return (replace(codec, strided=False) if isinstance(codec, OneBitColumn) else codec), turned
 
 
 def _place(slot: str, name: str) -> tuple[int, str]:

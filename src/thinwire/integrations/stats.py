@@ -9,19 +9,18 @@ from thinwire.codecs import Cast
 from thinwire.codecs import get as get_codec
 from thinwire.integrations.meter import snr_db, total
 from thinwire.policy import Rule, Tensorlike
-from thinwire.schedules.low_rank import matrix, shrinks
+from thinwire.schedules.low_rank import LOW_RANK, matrix, shrinks
 
 if TYPE_CHECKING:
     from thinwire.integrations.wire import Wire
-
-LOW_RANK = "low_rank"
 
 
 def describe(wire: "Wire") -> dict[str, Any]:
     """One rank's counts.
 
     `steps` are those that bytes and seconds were counted in, since attaching; `step` is that of the run.
-    `seconds` are totals: encode, wire and decode of the thread that communicates, wait of training itself.
+    `seconds` are totals: encode, wire and decode of the thread (on a GPU: the streams) that communicates,
+    wait of training itself. `buffers_nbytes` are kept for wires, `residuals_nbytes` for error feedback.
     `error` is what one round trip through the codec loses, measured every 100 steps; `true_error` that of
     the reduced gradient against float32, in shadow mode. `auto` is what it weighed and chose.
     """
@@ -31,6 +30,10 @@ def describe(wire: "Wire") -> dict[str, Any]:
         **brief(wire),
         "world": wire.world,
         "step": wire.step,
+        "buffers_nbytes": wire.buffers_nbytes,
+        "residuals_nbytes": sum(
+            held.nbytes for channel in wire.channels.values() for held in channel.residuals.values()
+        ),
         "layers": layers,
         "uncompressed": _uncompressed(layers),
         "level": climber.ladder.levels[climber.level] if climber else None,
@@ -56,7 +59,11 @@ def brief(wire: "Wire") -> dict[str, Any]:
 def _layer(wire: "Wire", tensor: Tensorlike) -> dict[str, Any]:
     level = wire.climber.level if wire.climber else 0
     rule = wire.policy.route(tensor, max(0, wire.step - 1), wire.epoch, level)
-    error, channel = wire.meter.errors.get(tensor.name), wire.channels.get(rule.codec)
+    error, true_error = (
+        None if tensor.name not in held else float(held[tensor.name])
+        for held in (wire.meter.errors, wire.meter.true_errors)
+    )
+    channel = wire.channels.get(rule.codec)
     return {
         "codec": rule.codec,
         "schedule": wire.schedule(rule, tensor.numel),
@@ -64,7 +71,7 @@ def _layer(wire: "Wire", tensor: Tensorlike) -> dict[str, Any]:
         "wire_nbytes": wire_nbytes(rule, tensor.shape),
         "error": error,
         "snr_db": snr_db(error),
-        "true_error": wire.meter.true_errors.get(tensor.name),
+        "true_error": true_error,
         "residual_norm": total(channel.owed(tensor.name).values()) if channel else None,
         "why": rule.why,
     }

@@ -1,55 +1,43 @@
-"""What is attached to a model: it takes gradients as DDP hands them over and gives back their mean.
+"""What is attached to a model: it takes buckets of gradients and gives back their mean.
 
-Every gradient is sent as its policy says, those with the same codec and schedule together. Nothing depends on
-how DDP makes its buckets: residuals are kept by parameter name, and each tensor's schedule follows from the
-tensor alone.
+Three parts do the work: `routes` turns the policy into plans, `run` runs a plan, and `meter`, `pilot`,
+`ladder` and `state` look at what was done. The handle joins them and keeps what outlives a step. Nothing
+depends on how DDP makes its buckets: residuals are kept by parameter name, and each tensor's route follows
+from the tensor alone.
 """
 
 import logging
-import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire import collectives, schedules
+from thinwire import collectives
 from thinwire.channel import Channel
-from thinwire.clock import WIRE
 from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
+from thinwire.integrations import run
 from thinwire.integrations import state as states
-from thinwire.integrations.auto import Bucket, Pilot
-from thinwire.integrations.futures import Future, followed, gathered, ready
+from thinwire.integrations.futures import Future, ready
 from thinwire.integrations.ladder import Climber
 from thinwire.integrations.meter import Board, Meter, Step, relative_error, round_trip_error
-from thinwire.integrations.stats import LOW_RANK, describe
+from thinwire.integrations.pilot import Bucket, Pilot
+from thinwire.integrations.routes import Place, Plan, Route, Router, Sent, make, place, schedule_of
+from thinwire.integrations.stats import describe
 from thinwire.integrations.summary import print_summary
 from thinwire.policy import NOOP, Policy, Rule, Tensorlike
 from thinwire.rounding import Stream
 from thinwire.runtimes.lines import line
-from thinwire.runtimes.trace import trace
-from thinwire.schedules.choose import choose
-from thinwire.schedules.traits import is_cast
+from thinwire.schedules.low_rank import LOW_RANK
 
 log = logging.getLogger(__name__)
-Route = tuple[str, str]  # codec and schedule
-Shapes = tuple[tuple[int, ...], ...]
 SAMPLE_EVERY = 100  #: steps between measurements of what codecs lose
+SAMPLES = 8  #: tensors of a bucket that are measured in one step, on a GPU
 BOARD_EVERY = 10  #: steps between lines for TensorBoard
-
-
-class Sent(NamedTuple):
-    """A gradient, what it is of, and what becomes of it."""
-
-    tensor: Tensorlike
-    gradient: Tensor
-    rule: Rule
-    schedule: str
 
 
 @dataclass
@@ -72,20 +60,26 @@ class Wire:
     tensors: dict[int, tuple[nn.Parameter, Tensorlike]] = field(default_factory=dict)  #: by identity
     debts: dict[str, Tensor] = field(default_factory=dict)  #: to be added to the next gradient, by name
     routes: dict[str, Route] = field(default_factory=dict)  #: that tensors took last, by name
-    climber: Climber | None = None
-    _costs: dict[tuple[Route, Shapes], tuple[int, int]] = field(default_factory=dict)
-    _sampled: dict[str, str] = field(default_factory=dict)  #: the codec that an error was measured of
+    _sampled: dict[str, tuple[str, int]] = field(default_factory=dict)  #: codec and step of an error, by name
     _stale: dict[str, "tuple[Future[Tensor], Tensor]"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.shadow < 0:
             raise InputError(f"shadow counts steps: 0 for never, or 10 for every tenth; not {self.shadow}")
-        self.follow(self.policy)
+        self.router.follow(self.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Use another policy from the next bucket on; what tensors owe goes with them."""
+        """Use another policy from the next bucket on; residuals move with their tensors."""
         self.policy = policy
-        self.climber = Climber(policy.ladder) if policy.ladder else None
+        self.router.follow(policy)
+
+    @cached_property
+    def router(self) -> Router:
+        return Router(self.policy, self.group, self.channel)
+
+    @property
+    def climber(self) -> Climber | None:
+        return self.router.climber
 
     @cached_property
     def world(self) -> int:
@@ -105,6 +99,16 @@ class Wire:
         """Of the parameters known, by name."""
         return {tensor.name: tensor.shape for _, tensor in self.tensors.values()}
 
+    def channel(self, codec: str) -> Channel:
+        """The channel of a codec, with the residuals of all tensors that it sends."""
+        if codec not in self.channels:
+            self.channels[codec] = Channel(codec, clock=self.meter.clock)
+        return self.channels[codec]
+
+    def schedule(self, rule: Rule, numel: int) -> str:
+        """As the rule says, or as suits the tensor."""
+        return schedule_of(rule, numel, self.world)
+
     # The work of the hook
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
@@ -113,22 +117,18 @@ class Wire:
         self.device = buffer.device
         if bucket.index() == 0:
             self._begin_step()
-        self.meter.arrive()
-        if buffer.layout != torch.strided:
-            raise InputError(
-                "a gradient is sparse; thinwire sends dense ones: use nn.Embedding(sparse=False)"
-            )
-        found = [
-            self._found(parameter, gradient)
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        ]
-        if self.pilot is not None:
-            self.pilot.see(self, [(each.tensor, each.gradient) for each in found], buffer)
+        self.meter.arrive(self.device)
+        plan = self._plan(bucket, buffer)
+        if self.pilot is not None and not self.pilot.settled:
+            found = plan.gradients(buffer)
+            self.pilot.see(self, [(sent.tensor, gradient) for sent, gradient in found], buffer)
         if self.policy.name == NOOP:
             return ready(buffer)
-        self._repay(found)
-        self._sample(found)
-        return self._exchanged(found, buffer) if self.double_buffer else self._reduced(found, buffer)
+        self._pay(plan, buffer)
+        self._sample(plan, buffer)
+        self.meter.sent_nbytes += plan.sent_nbytes
+        self.meter.fp32_nbytes += plan.fp32_nbytes
+        return self._exchanged(plan, buffer) if self.double_buffer else self._reduced(plan, buffer)
 
     def _begin_step(self) -> None:
         climber = self.climber
@@ -139,180 +139,162 @@ class Wire:
                 log.info("thinwire: step %d: the ladder goes to %s", self.step, level)
         if self.board is not None and self.step and self.step % BOARD_EVERY == 0:
             self.board.write(self.stats(), self.step)
-        self.meter.begin_step()
+        self.meter.begin_step(self.device)
         self.step += 1
         if self.pilot is not None:
             self.pilot.begin_step(self)
 
     def agree(self, numbers: Tensor) -> Tensor:
-        """The mean of everyone's numbers, the same bits on all ranks; sent from where gradients are."""
+        """The mean over ranks, the same bits on all of them; sent from where gradients are."""
         if self.world == 1:
             return numbers
         found = numbers.to(self.device, copy=True)
         collectives.all_reduce(found, "fp32", "avg", self.group, "two_shot")
         return found.to(numbers.device)
 
-    def _found(self, parameter: nn.Parameter, gradient: Tensor) -> Sent:
+    def _plan(self, bucket: "dist.GradBucket", buffer: Tensor) -> Plan:  # type: ignore[name-defined]
+        """What becomes of a bucket; worked out when its tensors, or what the policy says of them, change."""
+        parameters = bucket.parameters()
+        key = (buffer.dtype, *map(id, parameters))
+        step = self.step - 1
+        plan = self.router.find(key, step, self.epoch)
+        if plan is None:
+            if buffer.layout != torch.strided:
+                raise InputError(
+                    "a gradient is sparse; thinwire sends dense ones: use nn.Embedding(sparse=False)"
+                )
+            tensors = [self._known(parameter) for parameter in parameters]
+            sent = [self.router.route(tensor, step, self.epoch, self.world) for tensor in tensors]
+            places = [place(gradient, buffer) for gradient in bucket.gradients()]
+            self._switch(sent, places, buffer)
+            plan = self.router.plan(sent, places, buffer)
+            self.router.keep(key, plan, step, self.epoch)
+        return plan
+
+    def _known(self, parameter: nn.Parameter) -> Tensorlike:
         if id(parameter) not in self.tensors:
             role = "weight" if parameter.dim() > 1 else "bias"
             known = Tensorlike(f"tensor{len(self.tensors)}", role, tuple(parameter.shape))
             self.tensors[id(parameter)] = parameter, known
-        tensor = self.tensors[id(parameter)][1]
-        level = self.climber.level if self.climber else 0
-        rule = self.policy.route(tensor, self.step - 1, self.epoch, level)
-        return Sent(tensor, gradient, rule, self.schedule(rule, tensor.numel))
+        return self.tensors[id(parameter)][1]
 
-    def schedule(self, rule: Rule, numel: int) -> str:
-        """As the rule says, or as suits the tensor."""
-        return (
-            choose(get_codec(rule.codec), numel, self.world)[0] if rule.schedule == "auto" else rule.schedule
-        )
-
-    def _repay(self, found: Sequence[Sent]) -> None:
-        """Where a tensor takes another route than before, what it owes there is added to its gradient."""
-        for each in found:
-            name, route = each.tensor.name, (each.rule.codec, each.schedule)
-            before = self.routes.get(name)
-            if before is not None and before != route and before[0] in self.channels:
+    def _switch(self, sent: Sequence[Sent], places: Sequence[Place], buffer: Tensor) -> None:
+        """Where a tensor takes another route than before, its residual there is added to its gradient."""
+        for each, where in zip(sent, places, strict=True):
+            name, before = each.tensor.name, self.routes.get(each.tensor.name)
+            if before is not None and before != each.route and before[0] in self.channels:
                 channel = self.channels[before[0]]
                 owed = states.debt(channel, name, each.tensor.shape, self.rank, self.world)
                 for slot in [slot for slot in channel.residuals if slot.startswith((f"{name}/", f"{name}["))]:
                     channel.forget(slot)
                 if owed is not None:
-                    each.gradient.add_(owed.view_as(each.gradient))
-            self.routes[name] = route
-            if name in self.debts:
-                each.gradient.add_(self.debts.pop(name).to(each.gradient.device).view_as(each.gradient))
+                    gradient = where.of(buffer)
+                    gradient.add_(owed.view_as(gradient))
+            self.routes[name] = each.route
 
-    def _reduced(self, found: Sequence[Sent], buffer: Tensor) -> "Future[Tensor]":
+    def _pay(self, plan: Plan, buffer: Tensor) -> None:
+        """Add what a run before this one left to be sent."""
+        if not self.debts:
+            return
+        for sent, gradient in plan.gradients(buffer):
+            owed = self.debts.pop(sent.tensor.name, None)
+            if owed is not None:
+                gradient.add_(owed.to(gradient.device).view_as(gradient))
+
+    def _reduced(self, plan: Plan, buffer: Tensor) -> "Future[Tensor]":
         """Everything sent, and what is to be done when it is back."""
-        step, truth = self.meter.step, None
+        step, climber, truth, more = self.meter.step, self.climber, None, []
         assert step is not None
-        if self._is_plain(found):
-            futures = [self._send_plain(found, buffer)]
-        else:
-            if self.shadow and self.step % self.shadow == 0:
-                truth = buffer.float().clone()
-            futures = [self._send(route, each, buffer) for route, each in _by_route(found).items()]
-        if truth is not None:
+        if self.shadow and self.step % self.shadow == 0 and not plan.plain:
+            truth = buffer.float().clone()
             work = collectives.all_reduce(truth, "fp32", "avg", self.group, async_op=True)
             assert work is not None
-            futures.append(work.get_future())
-        climber = self.climber if self.climber and self.climber.wants(self.step) else None
+            more.append(work.get_future())
+        looks = climber is not None and climber.wants(self.step)
+        finish = partial(self._finish, plan, buffer, step, truth, climber if looks else None)
+        rng = Stream(self.seed, step=self.step, rank=self.rank)
+        return run.run(plan, buffer, rng, finish, self.group, self.meter.clock, more)
 
-        def finish() -> Tensor:
-            if not self.double_buffer:
-                self.meter.done(step)
+    def _finish(
+        self, plan: Plan, buffer: Tensor, step: Step, truth: Tensor | None, climber: Climber | None
+    ) -> None:
+        """A bucket is reduced."""
+        if not self.double_buffer:
+            self.meter.done(step, buffer.device)
+        if truth is None and climber is None:
+            return
+        for sent, gradient in plan.gradients(buffer):
+            name = sent.tensor.name
             if truth is not None:
-                self._compare(found, buffer, truth)
-            if climber is not None:
-                _look(climber, found)
-            return buffer
+                place_of = place(gradient, buffer)
+                self.meter.true_errors[name] = relative_error(gradient, place_of.of(truth))
+            if climber is not None and sent.rule.codec in climber.ladder.levels:
+                climber.see(name, gradient)
 
-        return gathered(futures, finish, buffer.device)
-
-    def _is_plain(self, found: Sequence[Sent]) -> bool:
-        return all(each.rule.codec == "fp32" and each.schedule == "native" for each in found)
-
-    def _send_plain(self, found: Sequence[Sent], buffer: Tensor) -> "Future[Any]":
-        """What DDP itself does, bit for bit."""
-        began, step = time.perf_counter(), self.meter.step
-        shapes = tuple(tuple(each.gradient.shape) for each in found)
-        self._count(("fp32", "native"), shapes, buffer, plain=True)
-        buffer.div_(self.world)
-        future = dist.all_reduce(buffer, group=self.group, async_op=True).get_future()
-        return followed(future, lambda: self._clock_plain(began, step), buffer)
-
-    def _clock_plain(self, began: float, step: Step | None) -> None:
-        assert step is not None
-        self.meter.clock.stop(WIRE, max(began, step.done_at))
-
-    def _send(self, route: Route, found: Sequence[Sent], buffer: Tensor) -> "Future[Any]":
-        codec, schedule = route
-        channel = self.channels.setdefault(codec, Channel(codec, clock=self.meter.clock))
-        gradients, names = [each.gradient for each in found], [each.tensor.name for each in found]
-        sent = gradients
-        if len(found) > 1 and _is_elementwise(codec, schedule):  # no need to know where tensors end
-            whole = sum(map(Tensor.numel, gradients)) == buffer.numel()
-            sent = [buffer if whole else torch.cat([each.reshape(-1) for each in gradients])]
-        rng = Stream(self.seed, step=self.step)
-        work = collectives.all_reduce(
-            sent, channel, "avg", self.group, schedule, async_op=True, name=names[: len(sent)], rng=rng
-        )
-        assert work is not None
-        self._count(route, tuple(tuple(x.shape) for x in sent), buffer)
-        if sent is gradients or sent[0] is buffer:
-            return work.get_future()
-        return followed(work.get_future(), lambda: _put_back(sent[0], gradients), buffer)
-
-    def probe(self, policy: Policy, buckets: Sequence[Bucket]) -> int:
-        """Send copies of buckets as a policy says, and wait; the bytes sent. Nothing is remembered."""
-        other = Wire(policy, self.group, self.seed, tensors=self.tensors)
-        other.step = self.step
-        other.meter.begin_step()
-        futures = []
-        for parts, buffer in buckets:
-            rules = [(tensor, gradient, policy.route(tensor)) for tensor, gradient in parts]
-            found = [Sent(t, g, rule, self.schedule(rule, t.numel)) for t, g, rule in rules]
-            futures.append(other._reduced(found, buffer))
-        for future in futures:
-            future.wait()
-        return other.meter.sent_nbytes
-
-    def _count(self, route: Route, shapes: Shapes, buffer: Tensor, *, plain: bool = False) -> None:
-        """Bytes of a call; in a plain one the network adds the buffer as it is, of whatever dtype."""
-        if (route, shapes) not in self._costs:
-            numels = [math.prod(shape) for shape in shapes]
-            inside = schedules.get(route[1]).inside or line(self.group, buffer.device).inside()
-            ours = trace(numels, route[0], self.world, route[1], rank=self.rank, inside=inside, shapes=shapes)
-            fp32 = trace(sum(numels), "fp32", self.world, "native")
-            self._costs[route, shapes] = ours.sent_nbytes, fp32.sent_nbytes
-        sent, theirs = self._costs[route, shapes]
-        self.meter.sent_nbytes += sent * buffer.element_size() // 4 if plain else sent
-        self.meter.fp32_nbytes += theirs
-
-    def _exchanged(self, found: Sequence[Sent], buffer: Tensor) -> "Future[Tensor]":
+    def _exchanged(self, plan: Plan, buffer: Tensor) -> "Future[Tensor]":
         """Double buffering: the mean of the last step's gradients, while this step's are on their way."""
-        fresh, first = buffer.clone(), buffer.storage_offset()
-        own = [
-            each._replace(gradient=fresh.as_strided(g.size(), g.stride(), g.storage_offset() - first))
-            for each in found
-            for g in (each.gradient,)
-        ]
-        future = self._reduced(own, fresh)
-        began = time.perf_counter()
-        for each, sent in zip(found, own, strict=True):
-            before = self._stale.pop(each.tensor.name, None)
+        if not plan.fresh:
+            plan.fresh = [torch.empty_like(buffer) for _ in range(2)]
+        fresh = plan.fresh[self.step % 2]
+        fresh.copy_(buffer)
+        future = self._reduced(plan, fresh)
+        step = self.meter.step
+        for (sent, gradient), (_, own) in zip(plan.gradients(buffer), plan.gradients(fresh), strict=True):
+            before = self._stale.pop(sent.tensor.name, None)
             if before is None:
-                each.gradient.zero_()  # the first step has none
+                gradient.zero_()  # the first step has none
             else:
                 before[0].wait()
-                each.gradient.copy_(before[1])
-            self._stale[each.tensor.name] = future, sent.gradient
-        self.meter.wait_s += time.perf_counter() - began
+                gradient.copy_(before[1])
+            self._stale[sent.tensor.name] = future, own
+        assert step is not None
+        self.meter.done(step, buffer.device)
         return ready(buffer)
+
+    def prober(self, policy: Policy, buckets: Sequence[Bucket]) -> tuple[Callable[[], None], int]:
+        """A call that sends copies of buckets as a policy says, and waits; and the bytes that it sends."""
+        channels: dict[str, Channel] = {}
+
+        def channel(codec: str) -> Channel:
+            return channels.setdefault(codec, Channel(codec))
+
+        plans = []
+        for gradients, buffer in buckets:
+            rules = [(tensor, policy.route(tensor)) for tensor, _ in gradients]
+            sent = [Sent(t, rule, Route(rule.codec, self.schedule(rule, t.numel))) for t, rule in rules]
+            places = [place(gradient, buffer) for _, gradient in gradients]
+            plans.append(make(sent, places, buffer, line(self.group, buffer.device), channel))
+
+        def probe() -> None:
+            pairs = zip(plans, buckets, strict=True)
+            rng = Stream(self.seed, step=self.step, rank=self.rank)
+            futures = [run.run(plan, buffer, rng, lambda: None, self.group) for plan, (_, buffer) in pairs]
+            for future in futures:
+                future.wait()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        return probe, sum(plan.sent_nbytes for plan in plans)
 
     # What it did
 
-    def _sample(self, found: Sequence[Sent]) -> None:
-        for each in found:
-            name, spec = each.tensor.name, each.rule.codec
-            if spec == "fp32" or each.schedule.startswith(LOW_RANK):  # whose error only a shadow can tell
+    def _sample(self, plan: Plan, buffer: Tensor) -> None:
+        """Measure what codecs lose, now and then."""
+        left = SAMPLES if self.device.type == "cuda" else len(plan.sent)
+        for sent, where in zip(plan.sent, plan.places, strict=True):
+            name, spec = sent.tensor.name, sent.rule.codec
+            if spec == "fp32" or sent.route.schedule.startswith(LOW_RANK):  # whose error only a shadow tells
                 self.meter.errors.pop(name, None)
                 self._sampled.pop(name, None)
                 continue
-            if self.step % SAMPLE_EVERY and self._sampled.get(name) == spec:
+            known, at = self._sampled.get(name, ("", 0))
+            if not left or (known == spec and self.step < at + SAMPLE_EVERY):
                 continue
             codec, rng = get_codec(spec), Stream(self.seed, step=self.step, tensor=name)
-            error = round_trip_error(codec.for_shape(each.tensor.shape), each.gradient, rng)
-            if math.isfinite(error):  # else the next step is measured
-                self.meter.errors[name], self._sampled[name] = error, spec
-
-    def _compare(self, found: Sequence[Sent], buffer: Tensor, truth: Tensor) -> None:
-        for each in found:
-            g, first = each.gradient, buffer.storage_offset()
-            wanted = truth.as_strided(g.size(), g.stride(), g.storage_offset() - first)
-            self.meter.true_errors[each.tensor.name] = relative_error(g, wanted)
+            error = round_trip_error(codec.for_shape(sent.tensor.shape), where.of(buffer), rng)
+            if self.device.type == "cuda" or bool(error.isfinite()):  # else the next step is measured
+                self.meter.errors[name], self._sampled[name] = error, (spec, self.step)
+            left -= 1
 
     def stats(self) -> dict[str, Any]:
         """What this rank sent and what it took: plain numbers, for a log or a page (see `stats.describe`)."""
@@ -326,6 +308,11 @@ class Wire:
     def sent_nbytes(self) -> int:
         """By this rank, so far."""
         return self.meter.sent_nbytes
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Memory that communication keeps besides residuals: of the group, for all models that use it."""
+        return getattr(line(self.group, self.device), "nbytes", 0)
 
     def detach(self) -> None:
         """From the next backward pass on the model communicates as DDP does by itself."""
@@ -345,7 +332,7 @@ class Wire:
         """Go on where another run of the same policy left off: with as many ranks, bit for bit.
 
         Where torch's own all-reduce adds up (the `native` schedule), sums differ in their last bit: its
-        order of additions follows DDP's buckets, and a model's first buckets are others than its later ones.
+        order of additions follows DDP's buckets, and DDP rebuilds its buckets early in training.
         For another number of ranks first make one state of all of theirs, by `thinwire.integrations.reshard`.
         """
         states.load(self, state)
@@ -368,29 +355,4 @@ class Wire:
             channel.clock = self.meter.clock
         self.channels, self.debts, self.routes = channels, debts, routes
         self._stale = {name: (ready(held), held) for name, held in stale.items()}
-
-
-def _look(climber: Climber, found: Sequence[Sent]) -> None:
-    for each in found:
-        if each.rule.codec in climber.ladder.levels:
-            climber.see(each.tensor.name, each.gradient)
-
-
-def _is_elementwise(codec: str, schedule: str) -> bool:
-    """Whether every element is added up by itself, so that tensors may travel as one."""
-    found = get_codec(codec)
-    return is_cast(found) and not found.feedback and schedule in ("native", "one_shot", "two_shot")
-
-
-def _put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    if flat.is_cuda:  # its memory is not reused before this stream has read it
-        flat.record_stream(torch.cuda.current_stream(flat.device))
-    for part, gradient in zip(flat.split([each.numel() for each in gradients]), gradients, strict=True):
-        gradient.copy_(part.view(gradient.shape))
-
-
-def _by_route(found: Sequence[Sent]) -> dict[Route, list[Sent]]:
-    by_route: dict[Route, list[Sent]] = {}
-    for each in found:
-        by_route.setdefault((each.rule.codec, each.schedule), []).append(each)
-    return by_route
+        self.router.forget()

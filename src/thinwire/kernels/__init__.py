@@ -15,8 +15,7 @@ from torch import Tensor
 from thinwire.errors import InputError, MissingDependencyError
 from thinwire.kernels.gemm_params import GemmParams
 from thinwire.kernels.gemm_quire import Extent
-from thinwire.kernels.onebit_reference import SignPlan
-from thinwire.kernels.params import BlockParams, Params, WirePlan
+from thinwire.kernels.params import BlockParams, Draw, Params, Segments, SignPlan, WirePlan
 from thinwire.kernels.reference import Key, code_dtype, stream_words
 
 __all__ = ["Key", "available", "code_dtype", "from_codes", "round", "stream_words", "to_codes"]
@@ -87,6 +86,96 @@ def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, a
     _blocks(wire.device).onebit_decode(wire, out, plan, weight, add=add)
 
 
+def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
+    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    _blocks(wires.device).onebit_reduce(wires, out, plan, threshold, weight)
+
+
+# Segments: rows of different lengths, all in one launch on a GPU. Elements, residuals and wires are flat.
+
+
+def block_encode_segments(
+    p: BlockParams,
+    x: Tensor,
+    wire: Tensor,
+    segments: Segments,
+    draw: Draw | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Each segment into its wire; see `segment_reference.encode`. A GPU also reads x of 16 bits."""
+    if segments.plans:
+        _segments(x.device).encode(p, x, wire, segments, draw, residual)
+
+
+def block_decode_segments(
+    p: BlockParams,
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    weight: float,
+    count: int = 1,
+    stride: int = 0,
+) -> None:
+    """Weighted sums of `count` wires of each segment, `stride` bytes apart; a GPU also writes 16 bits."""
+    if segments.plans:
+        _segments(wires.device).decode(p, wires, out, segments, weight, count, stride)
+
+
+def block_reduce_segments(  # noqa: PLR0913 (wires, and what becomes of them)
+    p: BlockParams,
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    weight: float,
+    count: int,
+    stride: int,
+    draw: Draw | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Those sums into the wires of `out`; see `segment_reference.reduce`."""
+    if segments.plans:
+        _segments(wires.device).reduce(p, wires, out, segments, weight, count, stride, draw, residual)
+
+
+def onebit_encode_segments(
+    x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None = None
+) -> None:
+    """Each segment into its wire of one bit to an element."""
+    if segments.plans:
+        _segments(x.device).onebit_encode(x, wire, segments, threshold, residual)
+
+
+def onebit_decode_segments(
+    wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int = 1, stride: int = 0
+) -> None:
+    """As `block_decode_segments`."""
+    if segments.plans:
+        _segments(wires.device).onebit_decode(wires, out, segments, weight, count, stride)
+
+
+def onebit_reduce_segments(
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    threshold: str,
+    weight: float,
+    count: int,
+    stride: int,
+    residual: Tensor | None = None,
+) -> None:
+    """As `block_reduce_segments`."""
+    if segments.plans:
+        module = _segments(wires.device)
+        module.onebit_reduce(wires, out, segments, threshold, weight, count, stride, residual)
+
+
+def segment_magnitudes(x: Tensor, segments: Segments, residual: Tensor | None = None) -> Tensor:
+    """The pattern of each segment's largest |x (+ residual)|, int32; NaN is the largest of all."""
+    if not segments.plans:
+        return torch.zeros(0, dtype=torch.int32, device=x.device)
+    return _segments(x.device).magnitudes(x, segments, residual)
+
+
 def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
     """[batch, M, K] times [batch, K, N], with every step rounded; see `gemm_reference`."""
     if out.numel():
@@ -134,6 +223,10 @@ def _backend(device: torch.device) -> ModuleType:
 
 def _blocks(device: torch.device) -> ModuleType:
     return _module("block_cpu", "block_cuda", device)
+
+
+def _segments(device: torch.device) -> ModuleType:
+    return _module("segment_cpu", "segment_cuda", device)
 
 
 @functools.cache

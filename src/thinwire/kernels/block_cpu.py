@@ -1,6 +1,9 @@
 """Block codecs on the CPU: lay out the arguments, spread the spans over torch's threads."""
 
+import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +23,6 @@ from thinwire.kernels import (
     reference,
     scale_loops,
 )
-from thinwire.kernels.onebit_reference import SignPlan
 from thinwire.kernels.params import (
     CELL_BITS,
     FILLED,
@@ -31,6 +33,7 @@ from thinwire.kernels.params import (
     FloatParams,
     GridParams,
     Params,
+    SignPlan,
     StepsParams,
     WirePlan,
 )
@@ -38,73 +41,108 @@ from thinwire.kernels.reference import Key
 
 SPAN = 1024  # elements that are worked on at a time: so few that memory is never idle for long
 LONG_SPAN = 8192  # for loops that take longer to set up: look-ups, random words, residuals
-NONE = np.empty((0, 0), np.float32)
-NO_WIRES: tuple[Array, Array, Array] = (
-    np.empty((0, 0, 0), np.uint8),
-    np.empty((0, 0, 0), np.uint16),
-    np.empty((0, 0, 0), np.int32),
-)
+NONE = np.empty(0, np.float32)
+NO_WORK = np.empty((0, 2), np.int64)
+NO_WIRES: tuple[Array, Array, Array] = (np.empty(0, np.uint8), np.empty(0, np.uint16), np.empty(0, np.int32))
+NO_DRAW = (False, *(np.uint64(0),) * 5)
 E4M3_VALUES = reference.from_codes(block_reference.SCALE_FORMAT, torch.arange(256)).numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """What the loops go through: `segment_loops` says how. The sizes are for threads to share."""
+
+    places: Array
+    work: Array
+    count: int  #: spans
+    span: int
+    numel: int  #: elements of all spans together
+    ends: Array | None = None  #: elements up to the end of each span; None: all are alike
+
+
+@functools.lru_cache(1024)
+def rows_of(rows: int, plan: WirePlan | SignPlan, span: int) -> Spans:
+    """Rows of one length that follow one another."""
+    places = np.array([place(plan, 0, 0, 0)], np.int64)
+    return Spans(places, NO_WORK, rows * -(-plan.numel // span), span, rows * plan.numel)
+
+
+def place(plan: WirePlan | SignPlan, start: int, held: int, wire: int) -> tuple[int, ...]:
+    """A line of the loops' table."""
+    inside = (plan.low_at, plan.high_at) if isinstance(plan, SignPlan) else (plan.scales_at, plan.extra_at)
+    tag = (plan.tag + (1 << 31)) % (1 << 32) - (1 << 31)
+    return (start, held, wire, plan.numel, plan.nbytes, *inside, tag, 0, 0)
 
 
 def encode(
     p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
 ) -> None:
     """Rows into their wires; see `block_reference.encode`."""
-    made = _made(p)
-    element = (*made.element, _key(key), made.no_words)
-    span = _span(p, residual is not None)
-    held = NONE if residual is None else residual.numpy()
-    args = (x.numpy(), held, *NO_WIRES, *_views(wire), E4M3_VALUES)
-    rest = (_layout(p, plan), element, made.how, made.values, np.float32(1), made.buffer)
-    _spread(x.shape[0], plan.numel, span, lambda units: block_loops.encode_rows(*args, units, *rest))
+    spans = rows_of(x.shape[0], plan, span_of(p, residual is not None))
+    held = NONE if residual is None else residual.view(-1).numpy()
+    run_encode(p, spans, (x.view(-1).numpy(), held, *NO_WIRES, *views(wire)), key=key)
 
 
 def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool) -> None:
     """Wires into rows, or added to them."""
-    made = _made(p)
-    args = (out.numpy(), *_views(wire), E4M3_VALUES)
-    rest = (_layout(p, plan), made.how, made.values, np.float32(weight), add, made.buffer)
-    _spread(out.shape[0], plan.numel, SPAN, lambda units: block_loops.decode_rows(*args, units, *rest))
+    spans = rows_of(out.shape[0], plan, SPAN)
+    run_decode(p, spans, (out.view(-1).numpy(), *views(wire)), weight, add=add)
 
 
 def reduce(
     p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
 ) -> None:
     """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    spans = rows_of(out.shape[0], plan, span_of(p, feedback=False))
+    arrays = (NONE, NONE, *views(wires), *views(out))
+    run_encode(p, spans, arrays, (len(wires), wires.stride(0)), weight, key)
+
+
+def run_encode(
+    p: BlockParams,
+    spans: Spans,
+    arrays: tuple[Array, ...],
+    wires: tuple[int, int] = (0, 0),
+    weight: float = 1.0,
+    key: Key | None = None,
+    draw: tuple[Any, ...] = NO_DRAW,
+    drop: bool = False,
+) -> None:
+    """The loop over spans: x, the residual, wires to add up, wires to fill."""
     made = _made(p)
     element = (*made.element, _key(key), made.no_words)
-    span = _span(p, feedback=False)
-    args = (NONE, NONE, *_views(wires), *_views(out), E4M3_VALUES)
-    rest = (_layout(p, plan), element, made.how, made.values, np.float32(weight), made.buffer)
-    _spread(out.shape[0], plan.numel, span, lambda units: block_loops.encode_rows(*args, units, *rest))
+    codec = (made.codec, element, made.how, made.values, np.float32(weight), made.buffer)
+    rest = (spans.work, spans.places, wires, *codec, draw, drop)
+    spread(spans, lambda units: block_loops.encode_rows(*(*arrays, E4M3_VALUES, units, *rest)))
 
 
-def _span(p: BlockParams, feedback: bool) -> int:
+def run_decode(
+    p: BlockParams,
+    spans: Spans,
+    arrays: tuple[Array, ...],
+    weight: float,
+    wires: tuple[int, int] = (1, 0),
+    *,
+    add: bool = False,
+) -> None:
+    """The loop over spans: rows, and wires to add up."""
+    made = _made(p)
+    codec = (made.codec, made.how, made.values, np.float32(weight))
+    rest = (spans.work, spans.places, wires, *codec, add, made.buffer)
+    spread(spans, lambda units: block_loops.decode_rows(*(*arrays, E4M3_VALUES, units, *rest)))
+
+
+def span_of(p: BlockParams, feedback: bool) -> int:
     """At least a block, if its scale is to be found."""
     slow = feedback or p.mode == STOCHASTIC or isinstance(p.element, StepsParams)
     span = LONG_SPAN if slow else SPAN
     return span if p.rule == FILLED else max(span, p.block)
 
 
-def _views(wire: Tensor) -> tuple[Array, Array, Array]:
-    held = wire.numpy()
+def views(wire: Tensor) -> tuple[Array, Array, Array]:
+    """Contiguous wires as flat bytes, half words and words."""
+    held = wire.view(-1).numpy()
     return held, held.view(np.uint16), held.view(np.int32)
-
-
-def _layout(p: BlockParams, plan: WirePlan) -> tuple[Any, ...]:
-    limit = np.float32(p.limit)
-    return (
-        plan.numel,
-        p.block,
-        p.rule,
-        p.store,
-        limit,
-        plan.scales_at,
-        plan.extra_at,
-        p.element.bits,
-        np.int32(plan.tag),
-    )
 
 
 def _key(key: Key | None) -> tuple[np.uint64, ...]:
@@ -141,6 +179,7 @@ class _Made:
         else:
             kind, steps = _steps(element, p.mode)
         self.element = (kind, np.int32(p.mode), floats, specials, quick, grid, mask, steps)
+        self.codec = (p.block, p.rule, p.store, np.float32(p.limit), element.bits)
         self.how, self.values = _values(element, half, back), (_table(element), floats)
 
 
@@ -203,15 +242,19 @@ def _made(p: BlockParams) -> _Made:
     return _MADE[p]
 
 
-def _spread(rows: int, numel: int, span: int, work: Callable[[tuple[int, int, int]], Any]) -> None:
+def spread(spans: Spans, work: Callable[[tuple[int, int, int]], Any]) -> None:
     """Spans over threads, if there is enough work."""
-    count = rows * -(-numel // span)
-    threads = min(cpu.threads(rows * numel), count)
+    threads = min(cpu.threads(spans.numel), spans.count)
     if threads <= 1:
-        work((0, count, span))
+        work((0, spans.count, spans.span))
         return
-    step = -(-count // threads)
-    cpu.run_all([partial(work, (i, min(i + step, count), span)) for i in range(0, count, step)])
+    if spans.ends is None:
+        edges = [min(i * -(-spans.count // threads), spans.count) for i in range(threads + 1)]
+    else:
+        shares = [spans.numel * i // threads for i in range(1, threads)]
+        edges = [0, *np.searchsorted(spans.ends, shares).tolist(), spans.count]
+    pairs = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
+    cpu.run_all([partial(work, (a, b, spans.span)) for a, b in pairs])
 
 
 def magnitudes(x: Tensor, block: int) -> Tensor:
@@ -219,7 +262,8 @@ def magnitudes(x: Tensor, block: int) -> Tensor:
     rows, numel = x.shape
     width = min(block, LONG_SPAN)  # a longer block goes in pieces
     source, found = x.numpy(), np.zeros((rows, -(-numel // width)), np.int32)
-    _spread(rows, numel, LONG_SPAN, lambda units: scale_loops.magnitudes(source, width, units, found))
+    spans = Spans(found, NO_WORK, rows * -(-numel // LONG_SPAN), LONG_SPAN, rows * numel)
+    spread(spans, lambda units: scale_loops.magnitudes(source, width, units, found))
     pieces = torch.from_numpy(found)
     each = -(-block // width)
     return pad(pieces, (0, -pieces.shape[1] % each)).view(rows, -(-numel // block), each).amax(-1)
@@ -233,21 +277,50 @@ def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, resid
     if threshold == "mean":
         onebit_reference.encode(x, wire, plan, threshold, residual)
         return
-    held = wire.numpy()
-    args = (x.numpy(), NONE if residual is None else residual.numpy(), held, held.view(np.int32))
-    rest = (_signs(plan), threshold == "sign")
-    span = max(LONG_SPAN, plan.block)
-    _spread(x.shape[0], plan.numel, span, lambda units: onebit_loops.encode_rows(*args, units, *rest))
+    spans = rows_of(x.shape[0], plan, max(LONG_SPAN, plan.block))
+    held = NONE if residual is None else residual.view(-1).numpy()
+    run_signs(spans, (x.view(-1).numpy(), held, *NO_WIRES[::2], *views(wire)[::2]), plan.block, threshold)
 
 
 def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
     """The way back, or added to what is there."""
-    held = wire.numpy()
-    args = (out.numpy(), held, held.view(np.int32))
-    rest = (_signs(plan), np.float32(weight), add)
-    span = max(LONG_SPAN, plan.block)
-    _spread(out.shape[0], plan.numel, span, lambda units: onebit_loops.decode_rows(*args, units, *rest))
+    spans = rows_of(out.shape[0], plan, max(LONG_SPAN, plan.block))
+    run_unsigned(spans, (out.view(-1).numpy(), *views(wire)[::2]), plan.block, weight, add=add)
 
 
-def _signs(plan: SignPlan) -> tuple[Any, ...]:
-    return plan.block, plan.low_at, plan.high_at, np.int32(plan.tag)
+def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
+    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    if threshold == "mean":
+        onebit_reference.reduce(wires, out, plan, threshold, weight)
+        return
+    spans = rows_of(out.shape[0], plan, max(LONG_SPAN, plan.block))
+    arrays = (NONE, NONE, *views(wires)[::2], *views(out)[::2])
+    run_signs(spans, arrays, plan.block, threshold, (len(wires), wires.stride(0)), weight)
+
+
+def run_signs(
+    spans: Spans,
+    arrays: tuple[Array, ...],
+    block: int,
+    threshold: str,
+    wires: tuple[int, int] = (0, 0),
+    weight: float = 1.0,
+    drop: bool = False,
+) -> None:
+    """The loop over spans: x, the residual, wires to add up, wires to fill."""
+    rest = (spans.work, spans.places, wires, block, threshold == "sign", np.float32(weight), drop)
+    spread(spans, lambda units: onebit_loops.encode_rows(*(*arrays, units, *rest)))
+
+
+def run_unsigned(
+    spans: Spans,
+    arrays: tuple[Array, ...],
+    block: int,
+    weight: float,
+    wires: tuple[int, int] = (1, 0),
+    *,
+    add: bool = False,
+) -> None:
+    """The loop over spans: rows, and wires to add up."""
+    rest = (spans.work, spans.places, wires, block, np.float32(weight), add)
+    spread(spans, lambda units: onebit_loops.decode_rows(*(*arrays, units, *rest)))

@@ -4,23 +4,30 @@ Blocks beyond LARGEST_TILE are the exception: their scales are found first and p
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
-from thinwire.kernels import block_programs, block_reference, onebit_reference, soundness
+from thinwire.kernels import block_programs, block_reference, onebit_reference, reference, soundness
 from thinwire.kernels.block_programs import FLOAT, GRID, STEPS
 from thinwire.kernels.cuda import _tables
-from thinwire.kernels.onebit_reference import SignPlan
 from thinwire.kernels.params import (
+    ABSMAX,
+    BFLOAT16,
     FILLED,
+    FLOAT32,
+    NEAREST,
     STOCHASTIC,
     BlockParams,
     FloatParams,
     GridParams,
     Params,
+    Segments,
+    SignPlan,
     StepsParams,
     WirePlan,
     components,
@@ -106,7 +113,7 @@ def magnitudes(x: Tensor, block: int) -> Tensor:
         return found
     block = 0 if block >= numel else block
     inside = 0 < block <= LARGEST_TILE
-    layout = (1, 32, 1, max(TILE, block) if inside else LARGEST_TILE, block if inside else 0)
+    layout = (1, 32, 1, max(TILE, block) if inside else LARGEST_TILE, block if inside else 0, 1)
     step, stride, *_ = _strides(x, found)
     shape = {"STEP": step, "BLOCK": block, "L": layout}
     args = (x, found, stride, found.shape[1], rows, numel)
@@ -127,7 +134,7 @@ def _onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, residual: Tensor | N
     tensors = (x, x if residual is None else residual, *_base(wire))
     step, *strides = _strides(x, wire)
     numbers = (*strides, *_sign_places(plan))
-    layout = (8, 8, 1, max(TILE, plan.block), plan.block)
+    layout = (8, 8, 1, max(TILE, plan.block), plan.block, 1)
     shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": residual is not None, "L": layout}
     _launch(block_programs.onebit_encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
 
@@ -136,9 +143,26 @@ def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, a
     """The way back, or added to what is there; NaN where a row has another tag."""
     step, *strides = _strides(out, wire)
     numbers = (*strides, *_sign_places(plan), weight)
-    layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0)
+    layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0, 1)
     shape = {"STEP": step, "SCALED": plan.low_at < 0, "ADD": add, "BLOCK": plan.block, "L": layout}
     _launch(block_programs.onebit_decode_kernel, wire, plan.numel, (*_base(wire), out, *numbers), shape)
+
+
+def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
+    """Wires [K, rows, nbytes] into the wires of their weighted sums: rows are segments, too."""
+    from thinwire.kernels import segment_cuda
+
+    count, rows, nbytes = wires.shape
+    segments = _as_segments(rows, plan)
+    flat = (wires.view(-1), out.view(-1))
+    segment_cuda.onebit_reduce(*flat, segments, threshold, weight, count, rows * nbytes, None)
+
+
+@lru_cache(256)
+def _as_segments(rows: int, plan: SignPlan) -> Segments:
+    starts = tuple(range(0, rows * plan.numel, plan.numel))
+    wires = tuple(range(0, rows * plan.nbytes, plan.nbytes))
+    return Segments((plan,) * rows, starts, wires, starts, (0,) * rows, tuple(range(rows)))
 
 
 # Blocks that do not fit into a program
@@ -161,11 +185,15 @@ def _fill(p: BlockParams, u: Tensor, wire: Tensor, plan: WirePlan) -> None:
 # Arguments. Wires start at a multiple of 4 bytes: their strides and offsets count words.
 
 
-def _base(wire: Tensor) -> tuple[Tensor, int]:
+def _base(wire: Tensor, compiled: Any = None) -> tuple[Tensor | int, int]:
     """Memory that starts at a multiple of 16 bytes, the one alignment the compiler knows of, and how many
-    words later the wire does."""
-    shift, offset = wire.data_ptr() % 16, wire.storage_offset()
+    words later the wire does. A compiled program takes an address."""
+    address = wire.data_ptr()
+    shift = address % 16
     assert shift % 4 == 0
+    if compiled is not None:
+        return address - shift, shift >> 2
+    offset = wire.storage_offset()
     if not shift or offset < shift:
         return wire, 0
     return wire.as_strided((1,), (1,), offset - shift), shift // 4
@@ -215,9 +243,21 @@ def _constants(p: BlockParams, rule: int, item_nbytes: int) -> Constants:
     known = _CONSTANTS.setdefault(p, {})
     if (rule, item_nbytes) not in known:
         family, format = _format(p.element, p.mode)
-        codec = (family, format, p.mode, rule, p.store, p.affine, p.block, p.element.bits)
+        codec = (family, format, p.mode, rule, p.store, p.affine, p.block, p.element.bits, _fits(p, rule))
         known[rule, item_nbytes] = codec, _layout(p, rule, item_nbytes)
     return known[rule, item_nbytes]
+
+
+def _fits(p: BlockParams, rule: int) -> bool:
+    """Whether no number of a block is rounded to more than the largest code, if the scale is a normal float."""
+    if p.mode != NEAREST or rule != ABSMAX or p.store not in (FLOAT32, BFLOAT16):
+        return False
+    if isinstance(p.element, GridParams):
+        return p.limit * 2.0**p.element.frac_bits <= min(p.element.high, -p.element.low)
+    if not isinstance(p.element, FloatParams) or not p.element.negative_zero:
+        return False
+    largest = reference.from_codes(p.element, torch.tensor([p.element.max_code])).item()
+    return p.limit <= largest
 
 
 def _layout(p: BlockParams, rule: int, item_nbytes: int) -> tuple[int, ...]:
@@ -227,8 +267,8 @@ def _layout(p: BlockParams, rule: int, item_nbytes: int) -> tuple[int, ...]:
     smallest = components(p.element.bits)[-1]
     width = 8 * smallest if smallest < 8 else 32
     if p.mode == STOCHASTIC and item_nbytes:
-        return 64 // width, width, 4, tile, each
-    return max(64 // width, 4 if item_nbytes == 2 else 8), width, 1, tile, each
+        return 64 // width, width, 4, tile, each, 1
+    return max(64 // width, 4 if item_nbytes == 2 else 8), width, 1, tile, each, 1
 
 
 def _format(element: Params, mode: int) -> tuple[int, tuple[Any, ...]]:
@@ -243,13 +283,59 @@ def _format(element: Params, mode: int) -> tuple[int, tuple[Any, ...]]:
     return STEPS, (element.cell_shift, 0 if element.cell_shift else element.search_steps)
 
 
+# Launches
+
+
+class Program:
+    """A kernel with its constants, for one kind of arguments: compiled by its first launch.
+
+    From then on the compiled program is called directly, which takes a few microseconds: Triton's own call
+    looks at every argument again.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.values = tuple(constants.values())
+        self.compiled: Any = None  #: stays None in Triton's interpreter
+
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], device: torch.device) -> None:
+        """Arguments in the order of the kernel's; tensors may be addresses once it is compiled."""
+        index = torch.cuda.current_device()
+        if device.index is not None and device.index != index:
+            with torch.cuda.device(device):
+                self._launch(grid, args, device.index)
+        else:
+            self._launch(grid, args, index)
+
+    def _launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], index: int) -> None:
+        if self.compiled is None:
+            tile = self.constants["L"][3]
+            options = {
+                "num_warps": max(1, tile // WARP_NUMEL),
+                "maxnreg": REGISTERS,
+                "enable_fp_fusion": False,
+            }
+            self.compiled = self.kernel[grid](*args, **self.constants, **options)
+        else:
+            addresses = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+            stream = driver.active.get_current_stream(index)
+            self.compiled[grid](*addresses, *self.values, stream=stream)
+
+
+_PROGRAMS: dict[tuple[Any, ...], Program] = {}
+
+
+def program(kernel: Any, constants: dict[str, Any], kind: tuple[Any, ...]) -> Program:
+    """The one for such arguments: `kind` is all that the compiler knows of them, and their device."""
+    key = (kernel, *constants.values(), *kind)
+    found = _PROGRAMS.get(key)
+    if found is None:
+        found = _PROGRAMS[key] = Program(kernel, constants)
+    return found
+
+
 def _launch(kernel: Any, rows: Tensor, numel: int, args: tuple[Any, ...], shape: dict[str, Any]) -> None:
     count, tile = rows.shape[0], shape["L"][3]
     grid = (-(-numel // tile), min(count, GRID_ROWS), -(-count // GRID_ROWS))
-    warps = max(1, tile // WARP_NUMEL)
-    options = {"num_warps": warps, "maxnreg": REGISTERS, "enable_fp_fusion": False}
-    if rows.device.index == torch.cuda.current_device():
-        kernel[grid](*args, **shape, **options)
-    else:
-        with torch.cuda.device(rows.device):
-            kernel[grid](*args, **shape, **options)
+    kind = (rows.device, *((arg.dtype, arg.data_ptr() % 16 == 0) for arg in args if isinstance(arg, Tensor)))
+    program(kernel, shape, kind).launch(grid, args, rows.device)

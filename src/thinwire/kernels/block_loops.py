@@ -4,8 +4,8 @@ A row is worked through in spans that fit into the first-level cache: find the s
 the loops of `loops.py`, pack. Every step streams through a buffer, so each loop stays simple enough to be
 vectorised, and memory is read and written once.
 
-`layout` is (numel, block, rule, store, limit, scales_at, extra_at, bits, tag); `element`, `how` and
-`values` are what `block_cpu` makes of a format.
+`layout` is (numel, block, rule, store, limit, scales_at, extra_at, bits, tag); `codec`, `element`, `how` and
+`values` are what `block_cpu` makes of a codec. Where rows lie, `segment_loops` says.
 """
 
 from typing import Any
@@ -62,6 +62,7 @@ from thinwire.kernels.params import (
     MINMAX,
 )
 from thinwire.kernels.scale_loops import find_scales, read_scales, write_scales
+from thinwire.kernels.segment_loops import drop_infinite, place_of, stream_key, wire_of
 
 VECTOR = ir.VectorType(ir.FloatType(), 16)
 
@@ -206,47 +207,62 @@ def _finish_row(layout: Any, w8: Any, w32: Any) -> None:
 @jit
 def encode_rows(
     x: Any, residual: Any, i8: Any, i16: Any, i32: Any, w8: Any, w16: Any, w32: Any, e4m3: Any, units: Any,
-    layout: Any, element: Any, how: Any, values: Any, weight: Any, buffer: Any,
+    work: Any, places: Any, wires: Any, codec: Any, element: Any, how: Any, values: Any, weight: Any,
+    buffer: Any, draw: Any, drop: Any,
 ) -> None:  # fmt: skip
     """Spans `units[0]` to `units[1]` of all rows' spans, each of `units[2]` elements.
 
-    They come from x, plus the residual unless that is empty; or, if there are wires i[K, rows, nbytes], they
-    are the wires' weighted sum. `buffer` is an empty array with the codes' dtype. Everything is unpacked
-    here, once: a tuple of arrays that is handed on costs two counts of references for each of them.
+    They come from x, plus the residual unless that is empty; or, if `wires` counts any (and the bytes from
+    one to the next), they are the weighted sum of those in i8, plus the residual. `buffer` is an empty array
+    of codes. `draw` is (whether every line has a key of its own, two words of its seed, the rank, two
+    words of its step). `drop`: residuals that are not finite become zero. Everything is unpacked here, once:
+    a tuple of arrays that is handed on costs two counts of references for each of them.
     """
     first, last, span = units
-    numel, block, rule, _, _, _, _, bits, _ = layout
+    count_wires, stride = wires
+    block, rule, store, limit, bits = codec
     kind, mode, pf, specials, quick, pg, mask, steps, key, given = element
     cells, shift, firsts, starts, table, s0, s1, s2, s3, gaps, pairs = steps
-    decoded = values[0]
+    decoded, drawn = values[0], draw[0]
     affine, feedback = rule == MINMAX, residual.size > 0
     straight = bits == 8 and kind in (GRID_NEAREST, FLOAT_SCALED) and not (affine or feedback)
-    spans, width = -(-numel // span), min(block, span) if block else span
+    width = min(block, span) if block else span
     codes, narrow = np.empty(span + GROUP, buffer.dtype), np.empty(span + GROUP, np.uint8)
     total, y, v = np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32)
     scales, bases = np.empty(span, np.float32), np.empty(span, np.float32)
     for unit in range(first, last):
-        row, start = unit // spans, unit % spans * span
+        line, row, start = place_of(unit, span, work, places)
+        numel, nbytes = places[line, 3], places[line, 4]
+        tag = np.int32(places[line, 7])
+        layout = (numel, block, rule, store, limit, places[line, 5], places[line, 6], bits, tag)
         size = min(span, numel - start)
         count, block_at = -(-size // width), start // block if block else 0
-        r8, r16, r32 = w8[row], w16[row], w32[row]
-        if i8.shape[0]:
+        at, held_at = places[line, 2] + row * nbytes, places[line, 1] + row * numel + start
+        r8, r16, r32 = wire_of(w8, w16, w32, at, nbytes)
+        if count_wires:
             u = total[:size]
-            for i in range(size):
-                u[i] = F(0)
-            for k in range(i8.shape[0]):
-                g8, g16, g32 = i8[k, row], i16[k, row], i32[k, row]
+            if not feedback:
+                for i in range(size):
+                    u[i] = F(0)
+            for k in range(count_wires):
+                g8, g16, g32 = wire_of(i8, i16, i32, at + k * stride, nbytes)
                 unpack(codes, narrow, size, start, bits, numel, g8, g16)
                 _look_up(codes, size, how, decoded, pf, v)
                 read_scales(count, block_at, layout, g8, g16, g32, e4m3, weight, scales, bases)
-                _multiply(v, scales, bases, width, affine, True, u, u)
+                _multiply(v, scales, bases, width, affine, k > 0 or not feedback, u, u)
+            if feedback:
+                r = residual[held_at : held_at + size]
+                for i in range(size):
+                    u[i] = F(u[i] + r[i])
         elif feedback:
             u = total[:size]
-            a, r = x[row, start : start + size], residual[row, start : start + size]
+            from_x = places[line, 0] + row * numel + start
+            a, r = x[from_x : from_x + size], residual[held_at : held_at + size]
             for i in range(size):
                 u[i] = F(a[i] + r[i])
         else:
-            u = x[row, start : start + size]
+            from_x = places[line, 0] + row * numel + start
+            u = x[from_x : from_x + size]
         if rule != FILLED:
             find_scales(u, u.view(np.int32), width, layout, scales, bases)
             write_scales(count, block_at, layout, scales, bases, r8, r16, r32)
@@ -278,8 +294,11 @@ def encode_rows(
         elif kind == STEPS_SEARCH:
             steps_search(z.view(np.uint32), firsts, starts, table, c)
         else:
-            call = Q(row) * Q(-(-numel // 512) * 128) + Q(start // 4)
-            stream = (key[0], key[1], key[2], key[3], call)
+            call = Q(places[line, 9] + row) * Q(-(-numel // 512) * 128) + Q(start // 4)
+            k0, k1, k2, k3 = key
+            if drawn:
+                k0, k1, k2, k3 = stream_key(draw[1:], Q(places[line, 8]))
+            stream = (k0, k1, k2, k3, call)
             if kind == FLOAT_STOCHASTIC:
                 float_codes_stochastic(z.view(np.int32), given, stream, c, pf, specials, quick)
             elif kind == GRID_STOCHASTIC:
@@ -293,36 +312,45 @@ def encode_rows(
                 codes[b * width : min((b + 1) * width, size)] = 0
         pack(codes, narrow, size, start, bits, numel, r8, r16)
         if feedback:
-            r = residual[row, start : start + size]
+            r = residual[held_at : held_at + size]
             _look_up(codes, size, how, decoded, pf, v)
             for b in range(count):
                 scales[b], bases[b] = F(-scales[b]), F(-bases[b])
             _multiply(v, scales, bases, width, affine, True, u, r)
+            if drop:
+                drop_infinite(r.view(np.int32))
         if start + size == numel:
             _finish_row(layout, r8, r32)
 
 
 @jit
 def decode_rows(
-    out: Any, w8: Any, w16: Any, w32: Any, e4m3: Any, units: Any, layout: Any, how: Any, values: Any,
-    weight: Any, add: Any, buffer: Any,
+    out: Any, w8: Any, w16: Any, w32: Any, e4m3: Any, units: Any, work: Any, places: Any, wires: Any,
+    codec: Any, how: Any, values: Any, weight: Any, add: Any, buffer: Any,
 ) -> None:  # fmt: skip
+    """The weighted sum of `wires`, as in `encode_rows`; added to what is there, or not."""
     first, last, span = units
-    numel, block, rule, _, _, _, _, bits, _ = layout
+    count_wires, stride = wires
+    block, rule, store, limit, bits = codec
     table, pf = values
     affine = rule == MINMAX
-    spans, width = -(-numel // span), min(block, span) if block else span
+    width = min(block, span) if block else span
     codes, narrow = np.empty(span + GROUP, buffer.dtype), np.empty(span + GROUP, np.uint8)
     v, scales, bases = np.empty(span, np.float32), np.empty(span, np.float32), np.empty(span, np.float32)
     for unit in range(first, last):
-        row, start = unit // spans, unit % spans * span
+        line, row, start = place_of(unit, span, work, places)
+        numel, nbytes = places[line, 3], places[line, 4]
+        layout = (numel, block, rule, store, limit, places[line, 5], places[line, 6], bits, np.int32(0))
         size = min(span, numel - start)
-        r8, r16, r32, o = w8[row], w16[row], w32[row], out[row, start : start + size]
-        at = start // block if block else 0
-        read_scales(-(-size // width), at, layout, r8, r16, r32, e4m3, weight, scales, bases)
-        if bits == 8 and how[0] != BY_FLOAT and not affine:
-            decode_bytes(r8, start, scales, width, how, table, pf, add, o)
-        else:
-            unpack(codes, narrow, size, start, bits, numel, r8, r16)
-            _look_up(codes, size, how, table, pf, v)
-            _multiply(v, scales, bases, width, affine, add, o, o)
+        at, to = places[line, 2] + row * nbytes, places[line, 0] + row * numel + start
+        o, block_at = out[to : to + size], start // block if block else 0
+        for k in range(count_wires):
+            r8, r16, r32 = wire_of(w8, w16, w32, at + k * stride, nbytes)
+            read_scales(-(-size // width), block_at, layout, r8, r16, r32, e4m3, weight, scales, bases)
+            more = add or k > 0
+            if bits == 8 and how[0] != BY_FLOAT and not affine:
+                decode_bytes(r8, start, scales, width, how, table, pf, more, o)
+            else:
+                unpack(codes, narrow, size, start, bits, numel, r8, r16)
+                _look_up(codes, size, how, table, pf, v)
+                _multiply(v, scales, bases, width, affine, more, o, o)

@@ -12,8 +12,10 @@ Formats are compile-time constants here: the packing depends on their bits anywa
 contract a product and a sum (enable_fp_fusion=False), and division is `div_rn`: the result is the
 reference's, bit for bit.
 
-Constants travel as two tuples, C: (family, format, mode, rule, store, affine, block, bits) and
-L: (SPLIT, WIDTH, PARTS, TILE, EACH), where EACH is the block, or 0 if the tile lies in a single one.
+Constants travel as two tuples, C: (family, format, mode, rule, store, affine, block, bits, fits) and
+L: (SPLIT, WIDTH, PARTS, TILE, EACH, FOLD), where EACH is the block, or 0 if the tile lies in a single one.
+The compiler gives a thread four neighbouring columns, and then four of each later FOLDth of the tensor: with
+FOLD, columns are numbered such that these are neighbours as well, and a thread has fewer blocks.
 """
 
 import triton
@@ -57,11 +59,24 @@ _FLOAT, _GRID, _STEPS = tl.constexpr(FLOAT), tl.constexpr(GRID), tl.constexpr(ST
 _GROUP = tl.constexpr(GROUP)
 _QUARTER = tl.constexpr(2 * GROUP)  # of the random words' block: neighbours that take the same word of a call
 _SCALE_NBYTES = tl.constexpr(SCALE_NBYTES)
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to whole numbers, ties to even
 _TINY, _HUGE = tl.constexpr(2.0**-64), tl.constexpr(2.0**64)
 
 
 # The order of elements
+
+
+@triton.jit
+def _columns(L: tl.constexpr):
+    """The columns' numbers."""
+    COLUMNS: tl.constexpr = L[3] // (L[2] * L[0])
+    FOLD: tl.constexpr = L[5]
+    j = tl.arange(0, COLUMNS)
+    if FOLD > 1:
+        j = j % (COLUMNS // FOLD) // 4 * (4 * FOLD) + j // (COLUMNS // FOLD) * 4 + j % 4
+        j = tl.max_contiguous(tl.multiple_of(j, 4), 4)  # which the compiler does not see
+    return j
 
 
 @triton.jit
@@ -71,7 +86,7 @@ def _offsets(L: tl.constexpr):
     WIDTH: tl.constexpr = L[1]
     PARTS: tl.constexpr = L[2]
     TILE: tl.constexpr = L[3]
-    j = tl.arange(0, TILE // (PARTS * SPLIT))
+    j = _columns(L)
     r = tl.arange(0, PARTS * SPLIT)[None, :]
     if PARTS * SPLIT == 1:
         return j[:, None] + r
@@ -88,6 +103,10 @@ def _by_block(t, L: tl.constexpr):
     PARTS: tl.constexpr = L[2]
     TILE: tl.constexpr = L[3]
     EACH: tl.constexpr = L[4]
+    FOLD: tl.constexpr = L[5]
+    if FOLD > 1:
+        t = tl.reshape(t, (FOLD, TILE // (4 * FOLD * PARTS * SPLIT), 4, PARTS * SPLIT))
+        t = tl.reshape(tl.permute(t, (1, 0, 2, 3)), (TILE // (PARTS * SPLIT), PARTS * SPLIT))
     if PARTS * SPLIT > 1:
         RUNS: tl.constexpr = _QUARTER // (SPLIT * WIDTH) if PARTS > 1 else 1
         t = tl.reshape(t, (TILE // (RUNS * WIDTH * PARTS * SPLIT), RUNS, WIDTH, PARTS, SPLIT))
@@ -103,6 +122,7 @@ def _spread(t, L: tl.constexpr):
     PARTS: tl.constexpr = L[2]
     TILE: tl.constexpr = L[3]
     EACH: tl.constexpr = L[4]
+    FOLD: tl.constexpr = L[5]
     if EACH == 0:
         return t
     else:
@@ -111,7 +131,11 @@ def _spread(t, L: tl.constexpr):
             RUNS: tl.constexpr = _QUARTER // (SPLIT * WIDTH) if PARTS > 1 else 1
             t = tl.reshape(t, (TILE // (RUNS * WIDTH * PARTS * SPLIT), PARTS, RUNS, SPLIT, WIDTH))
             t = tl.permute(t, (0, 2, 4, 1, 3))
-        return tl.reshape(t, (TILE // (PARTS * SPLIT), PARTS * SPLIT))
+        t = tl.reshape(t, (TILE // (PARTS * SPLIT), PARTS * SPLIT))
+        if FOLD > 1:
+            t = tl.permute(tl.reshape(t, (TILE // (4 * FOLD * PARTS * SPLIT), FOLD, 4, PARTS * SPLIT)), (1, 0, 2, 3))
+            t = tl.reshape(t, (TILE // (PARTS * SPLIT), PARTS * SPLIT))
+        return t
 
 
 @triton.jit
@@ -135,6 +159,10 @@ def _load_floats(pointers, mask, FULL: tl.constexpr):
 
 @triton.jit
 def _store(pointers, value, mask, FULL: tl.constexpr):
+    if _INTERPRETED and pointers.dtype.element_ty == tl.bfloat16:  # the interpreter would not round
+        b = value.to(tl.int32, bitcast=True)
+        rounded = (b + (0x7FFF + ((b >> 16) & 1))) >> 16
+        value = tl.where(value == value, rounded, _NAN >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if FULL:
         tl.store(pointers, value.to(pointers.dtype.element_ty))
     else:
@@ -193,7 +221,7 @@ def _byte_offsets(WIDE: tl.constexpr, L: tl.constexpr):
     PARTS: tl.constexpr = L[2]
     TILE: tl.constexpr = L[3]
     COUNT: tl.constexpr = SPLIT // WIDE
-    j = tl.arange(0, TILE // (PARTS * SPLIT))
+    j = _columns(L)
     part = tl.arange(0, PARTS)[None, :, None]
     r = tl.arange(0, COUNT)[None, None, :]
     skipped = (j // (_QUARTER // SPLIT)) * (_QUARTER * (PARTS - 1))
@@ -326,6 +354,21 @@ def _to_codes(y, keep, word, tables, C: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def _nearest_codes(y, C: tl.constexpr):
+    """Of numbers that need no limit: no rounding goes beyond the largest code."""
+    FAMILY: tl.constexpr = C[0]
+    FORMAT: tl.constexpr = C[1]
+    if FAMILY == _GRID:
+        if FORMAT[1] != 1.0:
+            y = y * FORMAT[1]
+        return (y + _MAGIC).to(tl.int32, bitcast=True) & ((1 << FORMAT[0]) - 1)
+    else:
+        b = y.to(tl.int32, bitcast=True)
+        magnitude = _float_magnitude(b, b.to(tl.uint32), _scalar(FORMAT[0]), _scalar(FORMAT[1]), _NEAREST, FORMAT[12], FORMAT[13])
+        return magnitude | ((b >> 31) & FORMAT[3])
+
+
+@triton.jit
 def _grid_codes(y, keep, word, FORMAT: tl.constexpr, MODE: tl.constexpr, FILLS: tl.constexpr, L: tl.constexpr):
     """Blocks that are not kept have the range 0 to 0; `minimum` and `maximum` take NaN into the range as well."""
     low, high = tl.where(keep != 0, FORMAT[2], 0.0), tl.where(keep != 0, FORMAT[3], 0.0)
@@ -418,6 +461,12 @@ def _exp2_bits(exponent):
 
 
 @triton.jit
+def _larger(a, b):
+    """NaN is the largest of all."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _found_scale(magnitude, low, high, limit, RULE: tl.constexpr):
     """By the largest magnitude's pattern, or the least and largest value; NaN if anything is not finite."""
     if RULE == _MINMAX:
@@ -477,16 +526,22 @@ def _get_scale(section, extra, at, mask, STORE: tl.constexpr, FULL: tl.constexpr
 
 
 @triton.jit
-def _inverse(scale, POWER: tl.constexpr):
-    """Two factors whose product is 1 / scale, as in the reference; a power of two needs no division."""
+def _inverse(scale):
+    """Two factors whose product is 1 / scale, as in the reference."""
     usable = scale > 0.0
     before = tl.where(scale < _TINY, _HUGE, tl.where(scale > _HUGE, _TINY, 1.0))
-    near = scale * before
-    if POWER:
-        inverse = (0x7F000000 - near.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    else:
-        inverse = tl.div_rn(1.0, near)
+    inverse = tl.div_rn(1.0, scale * before)
     return tl.where(usable, before, 1.0), tl.where(usable, inverse, 0.0)
+
+
+@triton.jit
+def _inverse_power(scale):
+    """One over a power of two, or 0 if that is NaN. One factor is enough: what two would round in between is far below
+    the smallest code."""
+    bits = scale.to(tl.int32, bitcast=True)
+    inverse = tl.where(bits == 0x7F000000, 0x400000, 0x7F000000 - bits)
+    inverse = tl.where(bits == 0x400000, 0x7F000000, inverse)
+    return tl.where(scale > 0.0, inverse, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -518,8 +573,8 @@ def _scales(u, wire, start, left, scales_at, extra_at, limit, C: tl.constexpr, L
         if AFFINE:
             base = _load(bases + at, mask, FULL)
     else:
-        magnitude = tl.max(_by_block(u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, L), axis=1)
-        base = magnitude.to(tl.float32, bitcast=True)
+        base = tl.reduce(_by_block(tl.abs(u), L), 1, _larger)
+        magnitude = base.to(tl.int32, bitcast=True)
         high = base
         if AFFINE:
             above = u
@@ -544,19 +599,32 @@ def _encode(
     u, residual, wire, tables, numel, start, left, scales_at, extra_at, limit, key, RESIDUAL: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The tile's numbers into the wire, and what the wire does not hold into the residual."""
+    """The tile's numbers into the wire, and what the wire does not hold into the residual.
+
+    RESIDUAL 2: zero where that is not finite.
+    """
     RULE: tl.constexpr = C[3]
     STORE: tl.constexpr = C[4]
     AFFINE: tl.constexpr = C[5]
     BITS: tl.constexpr = C[7]
+    FITS: tl.constexpr = C[8]
     scale, base = _scales(u, wire, start, left, scales_at, extra_at, limit, C, L, FULL)
-    before, inverse = _inverse(scale, STORE == _E8M0 or RULE == _POW2_CEIL or RULE == _POW2_FLOOR)
-    y = u * _spread(before, L)
-    if AFFINE:
-        y = y - _spread(base * before, L)
-    y = y * _spread(inverse, L)
     word = _words(u, start, numel, key, C, L)
-    codes = _to_codes(y, tl.where(scale == scale, -1, 0), word, tables, C, L)
+    keep = tl.where(scale == scale, -1, 0)
+    if (STORE == _E8M0 or RULE == _POW2_CEIL or RULE == _POW2_FLOOR) and not AFFINE:
+        codes = _to_codes(u * _spread(_inverse_power(scale), L), keep, word, tables, C, L)
+    else:
+        before, inverse = _inverse(scale)
+        if FITS and FULL:  # if all scales of the tile are plain, and that is nearly always
+            if tl.min(tl.where((scale >= _TINY) & (scale <= _HUGE), 1, 0), axis=0) != 0:
+                codes = _nearest_codes(u * _spread(inverse, L), C)
+            else:
+                codes = _to_codes(u * _spread(before, L) * _spread(inverse, L), keep, word, tables, C, L)
+        else:
+            y = u * _spread(before, L)
+            if AFFINE:
+                y = y - _spread(base * before, L)
+            codes = _to_codes(y * _spread(inverse, L), keep, word, tables, C, L)
     if not FULL:
         codes = tl.where(_offsets(L) < left, codes, 0)
     _put_codes(codes, wire, numel, start, left, BITS, L, FULL)
@@ -564,8 +632,15 @@ def _encode(
         held = _to_values(codes, tables, C) * _spread(scale, L)
         if AFFINE:
             held = held + _spread(base, L)
-        at = _offsets(L)
-        _store(residual + at, u - held, at < left, FULL)
+        _put_residual(residual, u - held, left, RESIDUAL, L, FULL)
+
+
+@triton.jit
+def _put_residual(residual, rest, left, RESIDUAL: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    if RESIDUAL == 2:
+        rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
+    at = _offsets(L)
+    _store(residual + at, rest, at < left, FULL)
 
 
 @triton.jit
@@ -641,8 +716,8 @@ def _encode_tile(
     ]
 )  # fmt: skip
 def encode_kernel(
-    x, residual, wire, wire_at, index, starts, table, pairs, values, x_stride, wire_stride, rows, numel, scales_at,
-    extra_at, tag_at, tag, limit, k0, k1, k2, k3, STEP: tl.constexpr, RESIDUAL: tl.constexpr, C: tl.constexpr,
+    x, residual, wire, wire_at, index, starts, table, pairs, values, x_stride: tl.int64, wire_stride: tl.int64, rows, numel: tl.int64, scales_at: tl.int64,
+    extra_at: tl.int64, tag_at: tl.int64, tag, limit, k0, k1, k2, k3, STEP: tl.constexpr, RESIDUAL: tl.constexpr, C: tl.constexpr,
     L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
@@ -681,7 +756,7 @@ def _decode_tile(
     ]
 )  # fmt: skip
 def decode_kernel(
-    wire, wire_at, out, values, out_stride, wire_stride, rows, numel, scales_at, extra_at, tag_at, tag, weight,
+    wire, wire_at, out, values, out_stride: tl.int64, wire_stride: tl.int64, rows, numel: tl.int64, scales_at: tl.int64, extra_at: tl.int64, tag_at: tl.int64, tag, weight,
     STEP: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
@@ -724,8 +799,8 @@ def _reduce_tile(
     ]
 )  # fmt: skip
 def reduce_kernel(
-    wires, wires_at, wire, wire_at, index, starts, table, pairs, values, wires_stride, wire_stride, count, rows, numel,
-    scales_at, extra_at, tag_at, tag, limit, weight, k0, k1, k2, k3, COUNT: tl.constexpr, C: tl.constexpr,
+    wires, wires_at, wire, wire_at, index, starts, table, pairs, values, wires_stride: tl.int64, wire_stride: tl.int64, count, rows, numel: tl.int64,
+    scales_at: tl.int64, extra_at: tl.int64, tag_at: tl.int64, tag, limit, weight, k0, k1, k2, k3, COUNT: tl.constexpr, C: tl.constexpr,
     L: tl.constexpr,
 ):  # fmt: skip
     """The wires' sum stays in registers. COUNT 0: their number is `count`, and the loop is not unrolled."""
@@ -762,7 +837,7 @@ def _magnitudes_tile(x, found, start, left, BLOCK: tl.constexpr, L: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows", "numel"])
-def magnitudes_kernel(x, found, x_stride, blocks, rows, numel, STEP: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr):
+def magnitudes_kernel(x, found, x_stride: tl.int64, blocks, rows, numel: tl.int64, STEP: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr):
     """Into zeros, since tiles of a larger block meet there; a maximum does not depend on their order."""
     TILE: tl.constexpr = L[3]
     row, start, found = _place(found, 0, 0, TILE)
@@ -832,6 +907,14 @@ def _onebit_encode_tile(
     u = _load_floats(x + at, at < left, FULL)
     if RESIDUAL:
         u = u + _load(residual + at, at < left, FULL)
+    _onebit_encode(u, residual, wire, numel, start, left, low_at, high_at, SCALED, RESIDUAL, L, FULL)
+
+
+@triton.jit
+def _onebit_encode(
+    u, residual, wire, numel, start, left, low_at, high_at, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
+    L: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     bits, low, high = _levels(u, left, SCALED, L, FULL)
     _put_codes(bits, wire, numel, start, left, 1, L, FULL)
     block, mask = _blocks(start, left, 0, L)
@@ -839,7 +922,8 @@ def _onebit_encode_tile(
         _store((wire + low_at).to(tl.pointer_type(tl.float32)) + block, low, mask, FULL)
     _store((wire + high_at).to(tl.pointer_type(tl.float32)) + block, high, mask, FULL)
     if RESIDUAL:
-        _store(residual + at, u - tl.where(bits != 0, _spread(high, L), _spread(low, L)), at < left, FULL)
+        rest = u - tl.where(bits != 0, _spread(high, L), _spread(low, L))
+        _put_residual(residual, rest, left, RESIDUAL, L, FULL)
 
 
 @triton.jit(
@@ -848,7 +932,7 @@ def _onebit_encode_tile(
     ]
 )  # fmt: skip
 def onebit_encode_kernel(
-    x, residual, wire, wire_at, x_stride, wire_stride, rows, numel, low_at, high_at, tag_at, tag, STEP: tl.constexpr,
+    x, residual, wire, wire_at, x_stride: tl.int64, wire_stride: tl.int64, rows, numel: tl.int64, low_at: tl.int64, high_at: tl.int64, tag_at: tl.int64, tag, STEP: tl.constexpr,
     SCALED: tl.constexpr, RESIDUAL: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
@@ -867,10 +951,11 @@ def onebit_encode_kernel(
 
 
 @triton.jit
-def _onebit_decode_tile(
-    wire, out, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED: tl.constexpr, ADD: tl.constexpr,
-    BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr,
+def _onebit_decode(
+    wire, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    L: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
+    """The tile's weighted values; NaN if the wire has another tag."""
     block, mask = _blocks(start, left, BLOCK, L)
     known = tl.load((wire + tag_at).to(tl.pointer_type(tl.int32))) == tag
     nan = _scalar(_NAN).to(tl.float32, bitcast=True)
@@ -880,7 +965,15 @@ def _onebit_decode_tile(
     if not SCALED:
         low = _load((wire + low_at).to(tl.pointer_type(tl.float32)) + block, mask, FULL) * weight
     high, low = tl.where(known, high, nan), tl.where(known, low, nan)
-    values = tl.where(bits != 0, _spread(high, L), _spread(low, L))
+    return tl.where(bits != 0, _spread(high, L), _spread(low, L))
+
+
+@triton.jit
+def _onebit_decode_tile(
+    wire, out, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    values = _onebit_decode(wire, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED, BLOCK, L, FULL)
     at = _offsets(L)
     if ADD:
         values = _load(out + at, at < left, FULL) + values
@@ -893,7 +986,7 @@ def _onebit_decode_tile(
     ]
 )  # fmt: skip
 def onebit_decode_kernel(
-    wire, wire_at, out, out_stride, wire_stride, rows, numel, low_at, high_at, tag_at, tag, weight,
+    wire, wire_at, out, out_stride: tl.int64, wire_stride: tl.int64, rows, numel: tl.int64, low_at: tl.int64, high_at: tl.int64, tag_at: tl.int64, tag, weight,
     STEP: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]

@@ -177,10 +177,12 @@ def encode(
     plan: WirePlan,
     key: Key | None = None,
     residual: Tensor | None = None,
+    first: int = 0,
 ) -> None:
     """Rows [rows, numel] into their wires. With FILLED, scales (and factor) are there already.
 
-    A residual is added first, and holds afterwards what the wire does not.
+    A residual is added first, and holds afterwards what the wire does not. `first` is the row of the
+    random stream that the first one takes.
     """
     u = x.float() if residual is None else x.float() + residual
     rows, numel = u.shape
@@ -195,7 +197,7 @@ def encode(
     if p.affine:
         y = y - _spread(_extra(wire, plan, p.blocks(numel)), p, numel) * before
     y = y * inverse
-    words = _row_words(key, rows, numel, u.device) if p.mode == STOCHASTIC else None
+    words = _row_words(key, rows, numel, u.device, first) if p.mode == STOCHASTIC else None
     codes = reference.to_codes(p.element, y.flatten(), p.mode, words).view(rows, numel).long()
     codes = torch.where(scale.isnan(), 0, codes)
     _put(wire, 0, pack(codes, p.element.bits))
@@ -260,12 +262,16 @@ def _put(wire: Tensor, at: int, part: Tensor) -> None:
     wire[:, at : at + part.shape[1]] = part
 
 
-def _row_words(key: Key | None, rows: int, numel: int, device: torch.device) -> Tensor:
-    """Random words for every row: each row starts at a whole block of the stream."""
+def _row_words(key: Key | None, rows: int, numel: int, device: torch.device, first: int = 0) -> Tensor:
+    """Random words for every row: each starts at a whole block of the stream (see `stream_words`)."""
     assert key is not None
-    stride = -(-numel // STREAM_BLOCK) * STREAM_BLOCK
-    words = reference.stream_words(key, rows * stride, device)
-    return words.view(torch.int32).view(rows, stride)[:, :numel].reshape(-1).view(torch.uint32)
+    blocks, quarter = -(-numel // STREAM_BLOCK), STREAM_BLOCK // 4
+    calls = torch.arange(
+        first * blocks * quarter, (first + rows) * blocks * quarter, dtype=torch.int64, device=device
+    )
+    words = [word.view(rows, blocks, quarter) for word in reference.philox(calls, key)]
+    stacked = torch.stack(words, dim=2).view(rows, -1)[:, :numel]
+    return stacked.to(torch.int32).reshape(-1).view(torch.uint32)
 
 
 def guard(wire: Tensor, tag: int, values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from thinwire.kernels.loops import I0, INFINITY, F, I, Q, _as_float, _as_int
 from thinwire.kernels.pack_loops import jit, pack_part, unpack_part
 from thinwire.kernels.params import GROUP
 from thinwire.kernels.scale_loops import NAN, QUIET, exp2, largest
+from thinwire.kernels.segment_loops import drop_infinite, place_of
 
 SUM_BITS = I(24)
 
@@ -78,59 +79,97 @@ def _choose(codes: Any, width: Any, lows: Any, highs: Any, add: Any, start_from:
 
 
 @jit
-def encode_rows(x: Any, residual: Any, w8: Any, w32: Any, units: Any, plan: Any, signed: Any) -> None:
-    """`plan` is (block, low_at, high_at, tag)."""
+def _read_levels(
+    count: Any, at: Any, low_at: Any, high_at: Any, w: Any, weight: Any, lows: Any, highs: Any
+) -> None:
+    """What 0 and 1 stand for in a span's blocks, times `weight`."""
+    for b in range(count):
+        highs[b] = F(_as_float(w[Q((high_at >> 2) + at + b)]) * weight)
+        lows[b] = F(_as_float(w[Q((low_at >> 2) + at + b)]) * weight) if low_at >= 0 else F(-highs[b])
+
+
+@jit
+def encode_rows(
+    x: Any, residual: Any, i8: Any, i32: Any, w8: Any, w32: Any, units: Any, work: Any, places: Any,
+    wires: Any, block: Any, signed: Any, weight: Any, drop: Any,
+) -> None:  # fmt: skip
+    """As `block_loops.encode_rows`; the places' scales_at and extra_at are low_at and high_at."""
     first, last, span = units
-    block, low_at, high_at, tag = plan
-    numel = x.shape[1]
-    spans = -(-numel // span)
-    codes, held = np.empty(span + GROUP, np.uint8), np.empty(span, np.float32)
+    count_wires, stride = wires
+    codes, total = np.empty(span + GROUP, np.uint8), np.empty(span, np.float32)
     lows, highs = np.empty(span // block + 1, np.float32), np.empty(span // block + 1, np.float32)
     for unit in range(first, last):
-        row, start = unit // spans, unit % spans * span
+        line, row, start = place_of(unit, span, work, places)
+        numel, nbytes, low_at, high_at = places[line, 3], places[line, 4], places[line, 5], places[line, 6]
         size = min(span, numel - start)
-        u, w = x[row, start : start + size], w32[row]
+        count, block_at, groups = -(-size // block), start // block, -(-size // GROUP)
+        wire_at = places[line, 2] + row * nbytes
+        from_x, held_at = places[line, 0] + row * numel + start, places[line, 1] + row * numel + start
+        bits_at = wire_at + start // 8
+        w, h = w32[wire_at >> 2 : (wire_at + nbytes) >> 2], total[:size]
+        if count_wires:
+            if not residual.size:
+                for i in range(size):
+                    h[i] = F(0)
+            for k in range(count_wires):
+                skip = k * stride
+                held = i32[(wire_at + skip) >> 2 : (wire_at + skip + nbytes) >> 2]
+                _read_levels(count, block_at, low_at, high_at, held, weight, lows, highs)
+                unpack_part(i8[bits_at + skip : bits_at + skip + groups * 8], 0, 1, codes)
+                _choose(codes, block, lows, highs, k > 0 or not residual.size, h, h)
+            u = h
+        else:
+            u = x[from_x : from_x + size]
         if residual.size:
-            r = residual[row, start : start + size]
-            h = held[:size]
+            r = residual[held_at : held_at + size]
             for i in range(size):
                 h[i] = F(u[i] + r[i])
             u = h
         _levels(u, u.view(np.int32), block, signed, lows, highs)
-        count, at = -(-size // block), start // block
         for b in range(count):
-            w[Q((high_at >> 2) + at + b)] = QUIET if highs[b] != highs[b] else _as_int(highs[b])
+            w[Q((high_at >> 2) + block_at + b)] = QUIET if highs[b] != highs[b] else _as_int(highs[b])
         for b in range(count if low_at >= 0 else 0):
-            w[Q((low_at >> 2) + at + b)] = QUIET if lows[b] != lows[b] else _as_int(lows[b])
+            w[Q((low_at >> 2) + block_at + b)] = QUIET if lows[b] != lows[b] else _as_int(lows[b])
         _signs(u, block, highs, codes)
-        groups = -(-size // GROUP)
         codes[size : groups * GROUP] = 0
-        pack_part(codes, 0, 1, w8[row, start // 8 : start // 8 + groups * 8])
+        pack_part(codes, 0, 1, w8[bits_at : bits_at + groups * 8])
         if residual.size:
-            r = residual[row, start : start + size]
+            r = residual[held_at : held_at + size]
             for b in range(count):
                 lows[b], highs[b] = F(-lows[b]), F(-highs[b])
             _choose(codes, block, lows, highs, True, u, r)
+            if drop:
+                drop_infinite(r.view(np.int32))
         if start + size == numel:
-            w[Q(w.size - 1)] = tag
+            w[Q(w.size - 1)] = np.int32(places[line, 7])
 
 
 @jit
-def decode_rows(out: Any, w8: Any, w32: Any, units: Any, plan: Any, weight: Any, add: Any) -> None:
+def decode_rows(
+    out: Any,
+    w8: Any,
+    w32: Any,
+    units: Any,
+    work: Any,
+    places: Any,
+    wires: Any,
+    block: Any,
+    weight: Any,
+    add: Any,
+) -> None:
     first, last, span = units
-    block, low_at, high_at, _ = plan
-    numel = out.shape[1]
-    spans = -(-numel // span)
+    count_wires, stride = wires
     codes = np.empty(span + GROUP, np.uint8)
     lows, highs = np.empty(span // block + 1, np.float32), np.empty(span // block + 1, np.float32)
     for unit in range(first, last):
-        row, start = unit // spans, unit % spans * span
+        line, row, start = place_of(unit, span, work, places)
+        numel, nbytes, low_at, high_at = places[line, 3], places[line, 4], places[line, 5], places[line, 6]
         size = min(span, numel - start)
-        count, at, w = -(-size // block), start // block, w32[row]
-        for b in range(count):
-            highs[b] = F(_as_float(w[Q((high_at >> 2) + at + b)]) * weight)
-            lows[b] = F(_as_float(w[Q((low_at >> 2) + at + b)]) * weight) if low_at >= 0 else F(-highs[b])
-        groups = -(-size // GROUP)
-        unpack_part(w8[row, start // 8 : start // 8 + groups * 8], 0, 1, codes)
-        o = out[row, start : start + size]
-        _choose(codes, block, lows, highs, add, o, o)
+        to, groups = places[line, 0] + row * numel + start, -(-size // GROUP)
+        o = out[to : to + size]
+        for k in range(count_wires):
+            at = places[line, 2] + row * nbytes + k * stride
+            w, bits_at = w32[at >> 2 : (at + nbytes) >> 2], at + start // 8
+            _read_levels(-(-size // block), start // block, low_at, high_at, w, weight, lows, highs)
+            unpack_part(w8[bits_at : bits_at + groups * 8], 0, 1, codes)
+            _choose(codes, block, lows, highs, add or k > 0, o, o)

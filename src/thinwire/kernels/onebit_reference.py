@@ -5,28 +5,15 @@ over integers, after a power of two has brought the block's largest magnitude un
 depend on the order of summation.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.kernels import block_reference
+from thinwire.kernels.params import SignPlan as SignPlan
 from thinwire.kernels.reference import INFINITY
 
 SUM_BITS = 24  # 64 of them fit into 32 bits
-
-
-@dataclass(frozen=True)
-class SignPlan:
-    """Blocks, and where things lie in the wire of one row; bits are at 0, offsets in bytes."""
-
-    numel: int
-    block: int  #: a power of two, at least 64
-    nbytes: int
-    low_at: int  #: what a 0 stands for; -1 if it is minus what a 1 stands for
-    high_at: int
-    tag: int
 
 
 def levels(u: Tensor, counts: Tensor, threshold: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,3 +94,11 @@ def decode(wire: Tensor, plan: SignPlan, weight: float = 1.0) -> Tensor:
     bits = block_reference.unpack(wire, plan.numel, 1) == 1
     high, low = (each.repeat_interleave(plan.block, 1)[:, : plan.numel] for each in (high, low))
     return torch.where(bits, high, low)
+
+
+def reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
+    """Wires [K, rows, nbytes]: their weighted sum, in the order given, encoded anew."""
+    total = torch.zeros((wires.shape[1], plan.numel), device=wires.device)
+    for wire in wires:
+        total += block_reference.guard(wire, plan.tag, decode(wire, plan, weight))
+    encode(total, out, plan, threshold)

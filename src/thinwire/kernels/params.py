@@ -10,7 +10,8 @@ Three families cover every format:
 """
 
 import functools
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -215,6 +216,63 @@ class WirePlan:
     scales_at: int  #: codes are at 0
     extra_at: int  #: bases of MINMAX, or the row's factor of E4M3; else unused
     tag: int  #: the last four bytes
+
+
+@dataclass(frozen=True)
+class SignPlan:
+    """Of one bit to an element: blocks, and where things lie in the wire of one row; bits are at 0."""
+
+    numel: int
+    block: int  #: a power of two, at least 64
+    nbytes: int
+    low_at: int  #: what a 0 stands for; -1 if it is minus what a 1 stands for
+    high_at: int
+    tag: int
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Rows of different lengths, each with a wire of its own: where they lie in flat tensors.
+
+    Worked out once, used at every step: kernels keep their tables in `known`.
+    """
+
+    plans: tuple[WirePlan | SignPlan, ...]  #: lengths, and places inside each segment's wire
+    starts: tuple[int, ...]  #: the first element of each in the vector
+    wires: tuple[int, ...]  #: the first byte of each in a buffer of wires, a multiple of 4
+    held: tuple[int, ...]  #: the first element of each in the residuals; any numbers if there are none
+    tensors: tuple[int, ...]  #: the 32-bit number of each one's tensor in the random stream
+    rows: tuple[int, ...]  #: the row of the stream that each takes
+
+    def __post_init__(self) -> None:
+        lists = (self.starts, self.wires, self.held, self.tensors, self.rows)
+        assert all(len(each) == len(self.plans) for each in lists)
+        assert not any(at % 4 for at in self.wires)
+
+    @functools.cached_property
+    def known(self) -> dict[Any, Any]:
+        """What kernels worked out of it, kept as long as it lives."""
+        return {}
+
+    @functools.cached_property
+    def packed(self) -> "Segments":
+        """The same, with elements one after another."""
+        numels = [plan.numel for plan in self.plans]
+        return replace(self, starts=(0, *itertools.accumulate(numels))[: len(numels)])
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return sum(plan.numel for plan in self.plans)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where random words come from, but for the tensor: see `thinwire.rounding.Stream`."""
+
+    seed: int  #: 64 bits
+    step: int  #: 64 bits
+    rank: int  #: 32 bits
 
 
 def components(bits: int) -> tuple[int, ...]:

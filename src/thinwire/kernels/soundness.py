@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import block_reference, onebit_reference
-from thinwire.kernels.onebit_reference import SignPlan
 from thinwire.kernels.params import (
     FILLED,
     SCALE_NBYTES,
     STOCHASTIC,
     BlockParams,
+    SignPlan,
     WirePlan,
     components,
     packed_nbytes,
@@ -44,12 +44,12 @@ class Variant:
 
     def rows(self, values: Tensor) -> Tensor:
         """A copy of rows that is such an input."""
-        return _placed(values.to(self.dtype), self.aligned, self.device)
+        return placed(values.to(self.dtype), self.aligned, self.device)
 
     def residual(self, values: Tensor) -> Tensor | None:
         if self.residual_aligned is None:
             return None
-        return _placed(values, self.residual_aligned, self.device)
+        return placed(values, self.residual_aligned, self.device)
 
 
 def _variant(x: Tensor, residual: Tensor | None) -> Variant:
@@ -58,7 +58,7 @@ def _variant(x: Tensor, residual: Tensor | None) -> Variant:
     return Variant(x.device, x.dtype, one_row, x.data_ptr() % 16 == 0, held)
 
 
-def _placed(values: Tensor, aligned: bool, device: torch.device) -> Tensor:
+def placed(values: Tensor, aligned: bool, device: torch.device) -> Tensor:
     """A copy that starts at a multiple of 16 bytes, or one element later."""
     room = torch.empty(values.numel() + 1, dtype=values.dtype, device=device)
     there = room[: values.numel()] if aligned else room[1:]
@@ -75,7 +75,7 @@ def holds(p: BlockParams, x: Tensor, residual: Tensor | None) -> bool:
         return False
     variant = _variant(x, residual)
     what = f"encoding {p.element.bits}-bit codes in blocks of {p.block}"
-    return _remembered(_KNOWN.setdefault(p, {}), variant, what, partial(_try_encode, p, variant), x.device)
+    return remembered(p, variant, what, partial(_try_encode, p, variant), x.device)
 
 
 def reduction_holds(p: BlockParams, count: int, device: torch.device) -> bool:
@@ -84,7 +84,7 @@ def reduction_holds(p: BlockParams, count: int, device: torch.device) -> bool:
         return False
     what = f"reducing {p.element.bits}-bit codes in blocks of {p.block}"
     trial = partial(_try_reduce, p, count, device)
-    return _remembered(_KNOWN.setdefault(p, {}), (count, device), what, trial, device)
+    return remembered(p, (count, device), what, trial, device)
 
 
 def signs_hold(block: int, threshold: str, x: Tensor, residual: Tensor | None) -> bool:
@@ -93,7 +93,7 @@ def signs_hold(block: int, threshold: str, x: Tensor, residual: Tensor | None) -
         return False
     variant = _variant(x, residual)
     trial = partial(_try_signs, block, threshold, variant)
-    return _remembered(_SIGNS, (block, threshold, variant), f"one bit in blocks of {block}", trial, x.device)
+    return remembered(None, (block, threshold, variant), f"one bit in blocks of {block}", trial, x.device)
 
 
 def _is_known_to_fail(p: BlockParams) -> bool:
@@ -101,11 +101,13 @@ def _is_known_to_fail(p: BlockParams) -> bool:
     return p.mode == STOCHASTIC and (p.element.bits == 1 or len(components(p.element.bits)) > 1)
 
 
-def _remembered(
-    known: dict[object, bool], key: object, what: str, trial: Callable[[], bool], device: torch.device
+def remembered(
+    p: BlockParams | None, key: object, what: str, trial: Callable[[], bool], device: torch.device
 ) -> bool:
+    """What a trial of one codec's program said, or says now; None: one bit."""
     if device.type != "cuda":  # Triton's interpreter
         return True
+    known = _SIGNS if p is None else _KNOWN.setdefault(p, {})
     if key not in known:
         known[key] = trial()
         if not known[key]:
@@ -142,11 +144,8 @@ def _try_signs(block: int, threshold: str, variant: Variant) -> bool:
     from thinwire.kernels import block_cuda
 
     rows, numel = 1 if variant.rows_aligned else 2, 3 * max(block, 1024) + 200
-    at, blocks = packed_nbytes(numel, 1), -(-numel // block)
-    low = -1 if threshold == "sign" else at
-    high = at + (0 if low < 0 else 4 * blocks)
-    plan = SignPlan(numel, block, high + 4 * blocks + 4, low, high, 5)
-    x = _numbers(rows, numel, block).to(variant.dtype).float()
+    plan = sample_signs(block, numel, threshold == "sign")
+    x = numbers(rows, numel, block).to(variant.dtype).float()
     wire, residual = torch.zeros((rows, plan.nbytes), dtype=torch.uint8), 0.25 * x.flip(1)
     there, held = wire.to(variant.device, copy=True), variant.residual(residual)
     block_cuda._onebit_encode(variant.rows(x), there, plan, held)
@@ -157,20 +156,37 @@ def _try_signs(block: int, threshold: str, variant: Variant) -> bool:
 def _sample(p: BlockParams, rows: int) -> tuple[Tensor, Tensor, WirePlan]:
     """Rows, their wires (with scales, if those must be there before), and where things lie."""
     numel = 3 * max(p.block, 1024) + 200
-    codes, blocks = packed_nbytes(numel, p.element.bits), p.blocks(numel)
-    extra = codes + -(-blocks * SCALE_NBYTES[p.store] // 4) * 4
-    plan = WirePlan(numel, extra + 4 * (blocks if p.affine else 1) + 4, codes, extra, 5)
-    x = _numbers(rows, numel, p.block or numel)
+    plan = sample_plan(p, numel)
     wire = torch.zeros((rows, plan.nbytes), dtype=torch.uint8)
     if p.rule == FILLED:
-        scale = 2.0 ** (torch.arange(rows * blocks).view(rows, blocks) % 5).float()
-        one = torch.ones((rows, 1))
-        block_reference._put(wire, plan.extra_at, block_reference._as_bytes(one))
-        block_reference._put(wire, plan.scales_at, block_reference.store_scales(p, scale, one))
-    return x, wire, plan
+        fill(p, wire, plan)
+    return numbers(rows, numel, p.block or numel), wire, plan
 
 
-def _numbers(rows: int, numel: int, block: int) -> Tensor:
+def sample_plan(p: BlockParams, numel: int) -> WirePlan:
+    """Where things would lie in a wire."""
+    codes, blocks = packed_nbytes(numel, p.element.bits), p.blocks(numel)
+    extra = codes + -(-blocks * SCALE_NBYTES[p.store] // 4) * 4
+    return WirePlan(numel, extra + 4 * (blocks if p.affine else 1) + 4, codes, extra, 5)
+
+
+def sample_signs(block: int, numel: int, scaled: bool) -> SignPlan:
+    """The same of one bit."""
+    at, blocks = packed_nbytes(numel, 1), -(-numel // block)
+    high = at + (0 if scaled else 4 * blocks)
+    return SignPlan(numel, block, high + 4 * blocks + 4, -1 if scaled else at, high, 5)
+
+
+def fill(p: BlockParams, wire: Tensor, plan: WirePlan) -> None:
+    """Different scales into the wires of rows."""
+    rows, blocks = wire.shape[0], p.blocks(plan.numel)
+    scale = 2.0 ** (torch.arange(rows * blocks).view(rows, blocks) % 5).float()
+    one = torch.ones((rows, 1))
+    block_reference._put(wire, plan.extra_at, block_reference._as_bytes(one))
+    block_reference._put(wire, plan.scales_at, block_reference.store_scales(p, scale, one))
+
+
+def numbers(rows: int, numel: int, block: int) -> Tensor:
     """Scattered over (-1, 1), and every block on a scale of its own."""
     index = torch.arange(rows * numel).view(rows, numel)
     scattered = (index * 40503 % 65536).float() / 32768 - 1

@@ -1,7 +1,8 @@
 """What callers pass, checked and laid out flat."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -14,9 +15,8 @@ from thinwire.codecs import Codec, OneBitColumn
 from thinwire.codecs import get as get_codec
 from thinwire.errors import CodecError, InputError, ScheduleError
 from thinwire.rounding import Stream
-from thinwire.runtimes import job as jobs
-from thinwire.runtimes.job import Call, Job
-from thinwire.schedules import Schedule, Seat
+from thinwire.runtimes.job import Call, Job, Plan, Ranks
+from thinwire.schedules import Item, Schedule, Seat
 from thinwire.schedules.choose import choose
 
 SUM, AVG = "sum", "avg"
@@ -34,8 +34,63 @@ class Place(Protocol):
     def world(self) -> int: ...
     @property
     def number(self) -> int: ...
+    @property
+    def together(self) -> int:
+        """How many elements travel together where that is more than a piece; 0: a piece."""
+
+    @property
+    def plans(self) -> "Plans | None":
+        """Calls that were worked out before."""
+
     def inside(self) -> int:
         """How many ranks a node has."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce of tensors of certain shapes, worked out once."""
+
+    plan: Plan
+    turned: tuple[bool, ...]  #: which matrices are sent column by column, so that a column is in one place
+    direct: bool  #: whether codecs read the tensors' own dtype
+    joined: bool  #: whether tensors are copied into one vector, so that one kernel serves them all
+
+    def job(self, tensors: Sequence[Tensor], rng: Stream) -> Job:
+        """The job of one call."""
+        homes = [x.detach().t() if turn else x.detach() for x, turn in zip(tensors, self.turned, strict=True)]
+        if self.joined:
+            joined = torch.cat([home.reshape(-1) for home in homes])
+            vectors = [joined if self.direct else joined.float()]
+            sources = list(vectors[0].split([home.numel() for home in homes]))
+        else:
+            vectors = [home.contiguous().view(-1) for home in homes]
+            vectors = vectors if self.direct else [flat.float() for flat in vectors]
+            sources = vectors
+        job = self.plan.job(vectors, rng)
+        pairs = zip(homes, sources, strict=True)
+        moved = [(home, flat) for home, flat in pairs if flat.data_ptr() != home.data_ptr()]
+        job.result, job.after = tensors, _homecoming(moved)
+        return job
+
+
+class Plans:
+    """Reductions that were used last, by what the caller passed."""
+
+    MOST = 256
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[Hashable, tuple[Reduction, object]] = OrderedDict()
+
+    def find(self, key: Hashable, owner: object, make: Callable[[], Reduction]) -> Reduction:
+        """The reduction of a key, made if need be. `owner` is kept with it: a key may have its address."""
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key][0]
+        made = make()
+        self._held[key] = made, owner
+        if len(self._held) > self.MOST:
+            self._held.popitem(last=False)
+        return made
 
 
 def all_reduce_job(
@@ -48,26 +103,67 @@ def all_reduce_job(
     rng: Stream | None = None,
 ) -> Job:
     """The job of an all-reduce on one rank, from what a caller passes."""
-    check(tensors)
-    channel = channel_of(codec)
-    vectors, channels, after = flats(tensors, channel)
-    numel = sum(x.numel() for x in vectors)
-    plan = schedule_of(schedule, codec_of(channels[0]), numel, here.world)
+    device = check(tensors)
+
+    def make() -> Reduction:
+        return reduction(tensors, codec, op, schedule, here, name)
+
+    if here.plans is None or not isinstance(schedule, str):
+        found = make()
+    else:
+        who = id(codec) if isinstance(codec, Channel) else codec
+        names = name if isinstance(name, str) else tuple(name)
+        shapes = tuple(x.shape for x in tensors)
+        key = who, shapes, tensors[0].dtype, device, is_mean(op), schedule, names
+        found = here.plans.find(key, codec, make)
+    return found.job(tensors, stream_of(rng, here))
+
+
+def reduction(
+    tensors: Sequence[Tensor],
+    codec: AnyCodec,
+    op: object,
+    schedule: str | Schedule,
+    here: Place,
+    name: str | Sequence[str],
+) -> Reduction:
+    """Work out an all-reduce of tensors of these shapes."""
+    channel, dtype, device = channel_of(codec), tensors[0].dtype, tensors[0].device
+    channels, turned = zip(*(for_shape(channel, tuple(x.shape)) for x in tensors), strict=True)
+    chosen = schedule_of(schedule, codec_of(channels[0]), sum(x.numel() for x in tensors), here.world)
     for each in channels:
-        schedules.get(plan, codec_of(each))
-    inside = inside_of(plan, here.world, here.inside)
-    weight, rng = 1.0 / here.world if is_mean(op) else 1.0, stream_of(rng, here)
-    seats = [
-        Seat(here.rank, here.world, each, slot, weight, rng, inside=inside, shape=tuple(x.shape))
-        for each, slot, x in zip(channels, names_of(name, len(tensors)), tensors, strict=True)
-    ]
+        schedules.get(chosen, codec_of(each))
+    inside = inside_of(chosen, here.world, here.inside)
+    direct = dtype == torch.float32 or (
+        chosen.batched and all(codec_of(each).reads(dtype, device) for each in channels)
+    )
+    joined = device.type == "cuda" and len(tensors) > 1
+    items, at = [], 0
+    for i, (x, each, slot) in enumerate(zip(tensors, channels, names_of(name, len(tensors)), strict=True)):
+        place = (0, at) if joined else (i, 0)
+        items.append(Item(x.numel(), each, slot, *place, tensor=i, shape=tuple(x.shape)))
+        at += x.numel()
     detail = f"{'mean' if is_mean(op) else 'sum'}{f', nodes of {inside}' if inside > 1 else ''}"
-    if plan.whole or any(each is not channel for each in channels):
+    if chosen.whole or any(each is not channel for each in channels):
         detail += f", shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
-    call = call_of("all_reduce", tensors, channel, plan.spec, detail)
-    job = jobs.all_reduce(vectors, plan, seats, call)
-    job.result, job.after = tensors, after
-    return job
+    call = call_of("all_reduce", tensors, channel, chosen.spec, detail)
+    call = replace(call, random=any(codec_of(each).needs_rng for each in channels))
+    ranks, weight = Ranks(here.rank, here.world, inside), 1.0 / here.world if is_mean(op) else 1.0
+    plan = Plan(items, chosen, ranks, call, weight=weight, together=here.together)
+    return Reduction(plan, turned, direct, joined)
+
+
+def for_shape(channel: Channel, shape: tuple[int, ...]) -> tuple[Channel, bool]:
+    """The channel for a tensor of this shape, and whether it is sent column by column."""
+    codec, turned = laid_out(codec_of(channel), shape)
+    return shaped(channel, codec), turned
+
+
+def laid_out(codec: Codec, shape: tuple[int, ...]) -> tuple[Codec, bool]:
+    """The codec for a tensor of this shape, and whether it is sent column by column."""
+    found = codec.for_shape(shape)
+    turned = isinstance(found, OneBitColumn) and found.strided
+    return (replace(found, strided=False) if isinstance(found, OneBitColumn) else found), turned
 
 
 def is_mean(op: object) -> bool:
@@ -128,11 +224,9 @@ def codec_of(channel: Channel) -> Codec:
 
 def shaped(channel: Channel, codec: Codec) -> Channel:
     """The same memory, with the codec for one tensor's shape."""
-    return (
-        channel
-        if codec == channel.codec
-        else Channel(codec, channel.residuals, channel.shapes, channel.clock)
-    )
+    if codec == channel.codec:
+        return channel
+    return Channel(codec, channel.residuals, channel.shapes, channel.clock, channel._holdings)
 
 
 def stream_of(rng: Stream | None, here: Place) -> Stream:
@@ -196,32 +290,12 @@ def rooms(tensors: Sequence[Tensor], *, filled: bool) -> tuple[list[Tensor], Aft
     return flats, _homecoming(homes)
 
 
-def flats(tensors: Sequence[Tensor], channel: Channel) -> tuple[list[Tensor], list[Channel], After]:
-    """Flat tensors in their own dtype, the channel of each, and what brings results home.
-
-    A matrix whose columns share a scale is turned around, so that a column is in one place.
-    """
-    found, channels, homes = [], [], []
-    for x in tensors:
-        codec = codec_of(channel).for_shape(x.shape)
-        home = x.detach()
-        if isinstance(codec, OneBitColumn) and codec.strided:
-            codec, home = replace(codec, strided=False), home.t()
-        flat = home.view(-1) if home.is_contiguous() else home.contiguous().view(-1)
-        if flat.data_ptr() != home.data_ptr():
-            homes.append((home, flat))
-        found.append(flat)
-        channels.append(shaped(channel, codec))
-    return found, channels, _homecoming(homes)
-
-
 def _homecoming(homes: list[tuple[Tensor, Tensor]]) -> After:
     if not homes:
         return None
 
     def after() -> None:
-        for home, flat in homes:
-            home.copy_(flat.view(home.shape))
+        torch._foreach_copy_([home for home, _ in homes], [flat.view(home.shape) for home, flat in homes])
 
     return after
 

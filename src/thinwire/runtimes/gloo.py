@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.errors import CommError
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Request, SendRecv
-from thinwire.schedules.exchange import fill
+from thinwire.schedules.exchange import arriving, fill, parts
 
 TAGS = 1 << 30  #: ours begin here; users' are small
 
@@ -130,18 +130,18 @@ def _messages(request: Request, rank: int, world: int, messages: Messages) -> tu
         wires, rooms = [wire for _, wire in outgoing], [room for _, room in incoming]
         to, source = [peer for peer, _ in outgoing], [peer for peer, _ in incoming]
     elif isinstance(request, AllGather):
-        place, parts = peers.index(rank), request.wires.split(list(request.sizes))
+        place, there = peers.index(rank), parts(request.wires, request.sizes, request.stride)
         order = [(place + i) % len(peers) for i in range(1, len(peers))]
-        to, wires = [peers[i] for i in order], [parts[place]] * len(order)
-        source, rooms = [peers[i] for i in reversed(order)], [parts[i] for i in reversed(order)]
+        to, wires = [peers[i] for i in order], [there[place]] * len(order)
+        source, rooms = [peers[i] for i in reversed(order)], [there[i] for i in reversed(order)]
     else:
         assert isinstance(request, AllToAll)
         place = peers.index(rank)
-        coming = request.coming or (request.sizes[place],) * len(peers)
-        parts, outs = request.wire.split(list(request.sizes)), request.out.view(-1).split(list(coming))
-        outs[place].copy_(parts[place])
+        there = parts(request.wire, request.sizes, request.stride)
+        outs = parts(request.out.view(-1), arriving(request, place), request.stride)
+        outs[place].copy_(there[place])
         order = [(place + i) % len(peers) for i in range(1, len(peers))]
-        to, wires = [peers[i] for i in order], [parts[i] for i in order]
+        to, wires = [peers[i] for i in order], [there[i] for i in order]
         source, rooms = [peers[i] for i in reversed(order)], [outs[i] for i in reversed(order)]
     wires, rooms = _on_host(wires, rooms, messages)
     return _filled(to, wires), _filled(source, rooms)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from thinwire.clock import COMPUTE, WIRE, Clock
 from thinwire.codecs import Codec
-from thinwire.schedules import Buffers, Exchanges, Request, Schedule, Seat
-from thinwire.schedules.fuse import agree, fused
+from thinwire.rounding import Stream
+from thinwire.schedules import Buffers, Exchanges, Request, Schedule
+from thinwire.schedules.agree import Agreement
+from thinwire.schedules.batch import Agreed, Batch, Item, Use
 
 PIECE = 1 << 20  #: elements that travel together
 WINDOW = 4  #: pieces in flight
@@ -47,6 +49,7 @@ class Call:
     dtype: str
     schedule: str = ""
     detail: str = ""  #: source, reduction, sizes: whatever else must agree
+    random: bool = False  #: whether a codec rounds at random
 
     def __str__(self) -> str:
         numels = ", ".join(f"{each:,}" for each in self.numels[:4]) + (
@@ -77,9 +80,15 @@ class Job:
 
 
 def spans(
-    numels: Sequence[int], codecs: Sequence[Codec], schedule: Schedule, piece: int = 0
+    numels: Sequence[int],
+    codecs: Sequence[Codec],
+    schedule: Schedule,
+    piece: int = 0,
+    together: int = 0,
 ) -> Iterator[list[Span]]:
-    """What travels together: parts of a large tensor, or several small ones.
+    """What travels together: a part of a large tensor, or several small ones.
+
+    Where a tensor is cut does not depend on `together`; if that is more than a piece, as many of them travel.
 
     >>> from thinwire import codecs, schedules
     >>> int8 = codecs.get("int8/256")
@@ -90,15 +99,19 @@ def spans(
     """
     piece = piece or PIECE
     small: list[Span] = []
+    size = 0
     for i, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
         step = numel if schedule.whole or not codec.grain else _multiple(max(piece, numel >> 3), codec.grain)
-        if numel > step:
+        if numel > step and step > together:
             yield from ([Span(i, at, min(at + step, numel))] for at in range(0, numel, step))
-        elif numel:
-            if small and sum(each.stop for each in small) + numel > piece:
+            continue
+        for at in range(0, numel, step or 1):
+            span = Span(i, at, min(at + step, numel))
+            if small and size + span.stop - span.start > max(piece, together):
                 yield small
-                small = []
-            small.append(Span(i, 0, numel))
+                small, size = [], 0
+            small.append(span)
+            size += span.stop - span.start
     if small:
         yield small
 
@@ -107,49 +120,93 @@ def _multiple(numel: int, grain: int) -> int:
     return -(-numel // grain) * grain
 
 
-def all_reduce(tensors: Sequence[Tensor], schedule: Schedule, seats: Sequence[Seat], call: Call) -> Job:
-    """The job of a bucket of flat tensors, each with a seat, which are replaced by their sums.
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place in a world; `inside` is how many ranks a node has."""
 
-    In a world of one rank nothing travels, so nothing is encoded.
+    rank: int
+    world: int
+    inside: int = 1
+
+
+class Plan:
+    """An all-reduce of tensors of known sizes and places, worked out once for one rank.
+
+    `items` are whole tensors, in one or several flat vectors. They travel in pieces: `together` elements at a
+    time, if they are small or the schedule allows to cut them. In a world of one rank nothing travels.
     """
-    seat, codecs = seats[0], [each.codec for each in seats]
-    numels = [x.numel() if seat.world > 1 else 0 for x in tensors]
-    shared: list[Tensor] = []
-    asking = [i for i, numel in enumerate(numels) if codecs[i].agreement(numel)]
-    agreement = agree([tensors[i] for i in asking], [seats[i] for i in asking], shared) if asking else None
 
-    def starts() -> Iterator[Start]:
-        agreed = iter(shared)
-        each = [next(agreed) if codec.agreement(n) else None for codec, n in zip(codecs, numels, strict=True)]
-        for group in spans(numels, codecs, schedule):
-            yield partial(_piece, group, tensors, each, schedule, seats)
+    def __init__(
+        self,
+        items: Sequence[Item],
+        schedule: Schedule,
+        here: Ranks,
+        call: Call,
+        *,
+        weight: float = 1.0,
+        together: int = 0,
+    ) -> None:
+        self.items, self.schedule, self.call = tuple(items), schedule, call
+        self._here, self._how = here, {"weight": weight, "together": together}
+        self.agreement = Agreement(self.items if here.world > 1 else (), here.rank, here.world)
+        numels = [item.numel if here.world > 1 else 0 for item in items]
+        groups = spans(numels, [item.codec for item in items], schedule, together=together)
+        self.batches = [
+            Batch(
+                [_part(items[span.tensor], span) for span in group],
+                here.rank,
+                here.world,
+                weight,
+                here.inside,
+            )
+            for group in groups
+        ]
 
-    clock = seat.channel.clock
-    return Job(call, starts, agreement, tensors[0].device, schedule.adds, clock=clock)
+    def like(self, items: Sequence[Item]) -> "Plan":
+        """The same call with other items, of the same sizes."""
+        return Plan(items, self.schedule, self._here, self.call, **self._how)  # type: ignore[arg-type]
+
+    def job(self, vectors: Sequence[Tensor], rng: Stream | None = None) -> Job:
+        """The job of one call."""
+        agreed: list[Agreed] = []
+        clock = self.items[0].channel.clock
+
+        def agree() -> Exchanges:
+            agreed.append((yield from self.agreement.run(vectors)))
+
+        def starts() -> Iterator[Start]:
+            for batch in self.batches:
+                yield partial(_piece, batch, vectors, rng, agreed, self.schedule, clock)
+
+        agreement = agree() if self.agreement else None
+        return Job(self.call, starts, agreement, vectors[0].device, self.schedule.adds, clock=clock)
+
+
+def _part(item: Item, span: Span) -> Item:
+    """What a span is of a tensor."""
+    if span.stop - span.start == item.numel:
+        return item
+    return replace(
+        item,
+        numel=span.stop - span.start,
+        name=f"{item.name}[{span.start}]",
+        start=item.start + span.start,
+        offset=span.start,
+    )
 
 
 def _piece(
-    group: list[Span],
-    tensors: Sequence[Tensor],
-    shared: Sequence[Tensor | None],
+    batch: Batch,
+    vectors: Sequence[Tensor],
+    rng: Stream | None,
+    agreed: Sequence[Agreed],
     schedule: Schedule,
-    seats: Sequence[Seat],
+    clock: Clock | None,
     buffers: Buffers,
 ) -> Exchanges:
-    steps = []
-    for place, span in enumerate(group):
-        seat, tensor = seats[span.tensor], tensors[span.tensor]
-        whole = span.stop - span.start == tensor.numel()
-        seat = replace(
-            seat,
-            name=seat.name if whole else f"{seat.name}[{span.start}]",
-            shared=part_of(shared[span.tensor], span, seat.codec),
-            buffers=buffers.part(place),
-        )
-        steps.append(_in_float32(tensor[span.start : span.stop], schedule, seat))
-    clock = seats[0].channel.clock
-    together = fused(steps, seats[0].rank)
-    yield from together if clock is None else _timed(together, clock, tensors[0].device)
+    use = Use(batch, vectors, buffers, rng, agreed[0] if agreed else None)
+    steps = schedule.steps(use)
+    return steps if clock is None else _timed(steps, clock, vectors[0].device)
 
 
 def _timed(steps: Exchanges, clock: Clock, device: torch.device) -> Exchanges:
@@ -160,22 +217,6 @@ def _timed(steps: Exchanges, clock: Clock, device: torch.device) -> Exchanges:
         if request is None:
             return
         yield request
-
-
-def _in_float32(x: Tensor, schedule: Schedule, seat: Seat) -> Exchanges:
-    if x.dtype == torch.float32:
-        yield from schedule.steps(x, seat)
-        return
-    values = seat.buffer("float32", x.numel(), x, torch.float32).copy_(x)
-    yield from schedule.steps(values, seat)
-    x.copy_(values)
-
-
-def part_of(shared: Tensor | None, span: Span, codec: Codec) -> Tensor | None:
-    """What ranks agreed on for a part of a tensor."""
-    if shared is None or shared.numel() == 1:
-        return shared
-    return shared[span.start // codec.grain : -(-span.stop // codec.grain)]
 
 
 def single(call: Call, steps: Callable[[Buffers], Exchanges], device: torch.device) -> Job:
@@ -223,11 +264,14 @@ class _Flight:
 class Flights:
     """Pieces in flight. The one that has waited longest is resumed first.
 
-    So the order of exchanges follows from the schedules alone, not from who is faster.
+    So the order of exchanges follows from the schedules alone, not from who is faster. `enter` is told whose
+    buffers are used next.
     """
 
-    def __init__(self, pool: list[Buffers], window: int = WINDOW) -> None:
-        self.pool, self.window = pool, window
+    def __init__(
+        self, pool: list[Buffers], window: int = WINDOW, enter: Callable[[Buffers], None] = lambda _: None
+    ) -> None:
+        self.pool, self.window, self._enter = pool, window, enter
         self._flying: deque[_Flight] = deque()
 
     def __len__(self) -> int:
@@ -239,13 +283,14 @@ class Flights:
 
     def launch(self, start: Start, post: Post, piece: int, owner: object = None) -> bool:
         """Begin a piece; False if it ended at once."""
-        buffers = self.pool.pop() if self.pool else Buffers()
+        buffers = self.pool.pop(0) if self.pool else Buffers()
         return self._resume(_Flight(start(buffers), buffers, post, piece, owner))
 
     def resume(self) -> tuple[object, bool]:
         """Wait for the oldest exchange and go on with its piece; the owner, and whether it goes on."""
         flight = self._flying[0]
         assert flight.pending is not None
+        self._enter(flight.buffers)
         flight.pending.wait()
         self._flying.popleft()
         return flight.owner, self._resume(flight)

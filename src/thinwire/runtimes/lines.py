@@ -22,6 +22,10 @@ class Line(Place, Protocol):
     letters: dict[tuple[int, int], int]  #: messages between two ranks so far
 
     @property
+    def talks_on(self) -> torch.device:
+        """Where small tensors must be that ranks exchange."""
+
+    @property
     def ranks(self) -> list[int]:
         """Global ranks, in the group's order."""
 

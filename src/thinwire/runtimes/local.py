@@ -18,6 +18,7 @@ from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import (
     SUM,
     AnyCodec,
+    Plans,
     all_reduce_job,
     channel_of,
     check,
@@ -26,7 +27,7 @@ from thinwire.runtimes.arguments import (
     listed,
     schedule_of,
 )
-from thinwire.runtimes.job import Job, part_of, spans
+from thinwire.runtimes.job import Job, Span, spans
 from thinwire.scaling import RULES
 from thinwire.schedules import (
     AllGather,
@@ -39,7 +40,7 @@ from thinwire.schedules import (
     Seat,
     SendRecv,
 )
-from thinwire.schedules.exchange import fill
+from thinwire.schedules.exchange import arriving, fill, parts, starts
 from thinwire.schedules.gather import Combine
 from thinwire.schedules.traits import is_bound
 
@@ -52,6 +53,8 @@ class Rank:
     world: int
     number: int = 0
     node: int = 1
+    together: int = 0
+    plans: Plans | None = None
 
     def inside(self) -> int:
         """How many ranks a node has."""
@@ -159,9 +162,16 @@ def _of_rows(rows: Tensor, codec: Codec, weight: float, plan: Schedule) -> Tenso
     seat = Seat(0, world, Channel(codec), weight=weight)
     out = torch.empty(flat.shape[1], device=rows.device)
     for (span,) in spans([flat.shape[1]], [codec], plan):
-        seat = replace(seat, shared=part_of(shared, span, codec))
+        seat = replace(seat, shared=_part_of(shared, span, codec))
         out[span.start : span.stop] = plan.of_rows(flat[:, span.start : span.stop], seat)
     return out.view(rows.shape[1:]).to(rows.dtype)
+
+
+def _part_of(shared: Tensor | None, span: Span, codec: Codec) -> Tensor | None:
+    """What ranks agreed on for a part of a tensor."""
+    if shared is None or shared.numel() == 1:
+        return shared
+    return shared[span.start // codec.grain : -(-span.stop // codec.grain)]
 
 
 def _agreed(rows: Sequence[Tensor], codec: Codec) -> list[Tensor | None]:
@@ -194,8 +204,8 @@ def run(jobs: Sequence[Job], *, once: bool = False) -> None:
     if jobs[0].agreement is not None:
         lockstep([job.agreement for job in jobs if job.agreement is not None])
     pool = [Buffers()] * len(jobs) if once else [Buffers() for _ in jobs]
-    for starts in zip(*(job.starts() for job in jobs), strict=True):
-        steps = [start(buffers) for start, buffers in zip(starts, pool, strict=True)]
+    for pieces in zip(*(job.starts() for job in jobs), strict=True):
+        steps = [start(buffers) for start, buffers in zip(pieces, pool, strict=True)]
         if once and len(jobs) > 1:
             _once(steps)
         else:
@@ -240,28 +250,27 @@ def _answer(requests: list[Request]) -> None:
 
 def _gather(requests: list[AllGather]) -> None:
     """All wires come together at the first rank, which then has what everyone gets: 2 N copies, not N**2."""
-    whole = requests[0].wires
-    at = 0
-    for each, size in zip(requests, requests[0].sizes, strict=True):
-        if each.wires is not whole:
-            whole[at : at + size].copy_(each.wires[at : at + size])
-        at += size
+    first = requests[0]
+    for each, at, size in zip(requests, starts(first.sizes, first.stride), first.sizes, strict=True):
+        if each.wires is not first.wires:
+            first.wires[at : at + size].copy_(each.wires[at : at + size])
     for each in requests[1:]:
-        each.wires.copy_(whole)
+        each.wires.copy_(first.wires)
 
 
 def _exchange(requests: list[AllToAll]) -> None:
-    world, sizes = len(requests), requests[0].sizes
-    if all(each.sizes == sizes and each.coming is None for each in requests):
+    first = requests[0]
+    if all(each.sizes == first.sizes and each.coming is None for each in requests):
         wires = torch.stack([each.wire for each in requests])  # all that goes to a rank is a block of columns
-        for each, part in zip(requests, wires.split(list(sizes), 1), strict=True):
-            each.out.view(part.shape).copy_(part)
+        places = zip(requests, starts(first.sizes, first.stride), first.sizes, strict=True)
+        for each, at, size in places:
+            out = each.out.view(len(requests), -1)[:, :size]
+            out.copy_(wires[:, at : at + size])
         return
-    parts = [each.wire.split(list(each.sizes)) for each in requests]
+    sent = [parts(each.wire, each.sizes, each.stride) for each in requests]
     for to, each in enumerate(requests):
-        coming = each.coming or (each.out.numel() // world,) * world
-        for source, room in enumerate(each.out.view(-1).split(list(coming))):
-            room.copy_(parts[source][to])
+        for source, room in enumerate(parts(each.out.view(-1), arriving(each, to), each.stride)):
+            room.copy_(sent[source][to])
 
 
 def _reduce(requests: list[AllReduce]) -> None:

@@ -18,7 +18,6 @@ uncaught exception end the job, too.
 
 import functools
 import hashlib
-import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,11 +30,11 @@ from torch import Tensor
 
 from thinwire.errors import CommError, Disagreement, InputError, MissingDependencyError, ScheduleError
 from thinwire.rounding import Stream
-from thinwire.runtimes.arguments import SUM, AnyCodec, all_reduce_job, check, listed
+from thinwire.runtimes.arguments import SUM, AnyCodec, Plans, all_reduce_job, check, listed
 from thinwire.runtimes.job import Call, Job, Pending, drive
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, SendRecv
-from thinwire.schedules.exchange import fill
+from thinwire.schedules.exchange import arriving, fill, starts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -126,6 +125,7 @@ class Line:
         self._inside = _ranks_of_a_node(comm)
         self._pool: list[Buffers] = []
         self._turn = threading.Lock()
+        self.together, self.plans, self.talks_on = 0, Plans(), torch.device("cpu")
 
     def inside(self) -> int:
         """How many ranks share a node's memory, if they follow one another and all nodes are alike."""
@@ -250,10 +250,11 @@ class Mpi:
         fill(request)
         comm = self.comm if request.peers is None else self._level(request.peers)
         if isinstance(request, AllGather):
-            return self._begun(comm.Iallgatherv(library().IN_PLACE, _parts(request.wires, request.sizes)))
+            wires = _parts(request.wires, request.sizes, request.stride)
+            return self._begun(comm.Iallgatherv(library().IN_PLACE, wires))
         if isinstance(request, AllToAll):
-            coming = request.coming or (request.sizes[comm.Get_rank()],) * comm.Get_size()
-            wire, room = _parts(request.wire, request.sizes), _parts(request.out, coming)
+            wire = _parts(request.wire, request.sizes, request.stride)
+            room = _parts(request.out, arriving(request, comm.Get_rank()), request.stride)
             return self._begun(comm.Ialltoallv(wire, room))
         return self._add(request, comm)
 
@@ -308,10 +309,9 @@ def _bytes(wire: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     return found
 
 
-def _parts(wires: Tensor, sizes: Sequence[int]) -> list[object]:
-    """Bytes that lie one after another, and where every part of them begins."""
-    *starts, _ = itertools.accumulate(sizes, initial=0)
-    return [_bytes(wires), list(sizes), starts, library().BYTE]
+def _parts(wires: Tensor, sizes: Sequence[int], stride: int) -> list[object]:
+    """Bytes, and where every part of them begins."""
+    return [_bytes(wires), list(sizes), starts(sizes, stride), library().BYTE]
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Exchanges over NCCL: collectives on the GPU, in the order in which they are asked for.
 
-NCCL knows no tags. Exchanges are matched by their order, so they run on a group of their own, one call
-after another.
+NCCL knows no tags: exchanges are matched by their order. Parts of a buffer that begin at equal distances are
+gathered as they are, padding included; others are padded first.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import CommError
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Request, SendRecv
-from thinwire.schedules.exchange import fill
+from thinwire.schedules.exchange import arriving, fill, parts
 
 
 @dataclass
@@ -36,41 +36,40 @@ class Nccl:
     group: dist.ProcessGroup
     levels: dict[range, dist.ProcessGroup] = field(default_factory=dict)
 
-    def post(self, request: Request, tag: int) -> Works:
+    def post(self, request: Request) -> Works:
         """Launch an exchange on the group's own stream, behind what is on the current one."""
-        del tag
         fill(request)
         group = self.group if request.peers is None else self._level(request.peers)
         if isinstance(request, AllReduce):
-            return Works([dist.all_reduce(request.values, group=group, async_op=True)])
+            return Works([group.allreduce([request.values])])
         if isinstance(request, AllGather):
             return self._gather(request, group)
         if isinstance(request, AllToAll):
-            coming = request.coming or [request.sizes[group.rank()]] * group.size()
-            out = request.out.view(-1)
-            sizes = list(request.sizes)
-            return Works(
-                [dist.all_to_all_single(out, request.wire, list(coming), sizes, group=group, async_op=True)]
-            )
+            return self._exchange(request, group)
         return self._pass_on(request, group)
 
     def _gather(self, request: AllGather, group: dist.ProcessGroup) -> Works:
-        largest = max(request.sizes)
+        """In place: this rank's part already lies where it belongs."""
+        largest, world, rank = max(request.sizes), group.size(), group.rank()
         if not largest:
             return Works([])
-        rank = group.rank()
-        parts = request.wires.split(list(request.sizes))
-        even = min(request.sizes) == largest
-        own = parts[rank] if even else _padded(parts[rank], largest)
-        came = request.wires if even else request.wires.new_empty(largest * group.size())
-        gather = (
-            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        )  # its name before 2.13
-        work = gather(came, own.clone() if even else own, group=group, async_op=True)
-        if even:
-            return Works([work])
-        rows = came.view(group.size(), largest)
-        return Works([work], [(row[: part.numel()], part) for row, part in zip(rows, parts, strict=True)])
+        stride = request.stride or (largest if min(request.sizes) == largest else 0)
+        if stride and request.wires.numel() == world * stride:
+            own = request.wires[rank * stride : (rank + 1) * stride]
+            return Works([group._allgather_base(request.wires, own)])
+        there = parts(request.wires, request.sizes, request.stride)
+        own = torch.nn.functional.pad(there[rank], (0, largest - there[rank].numel()))
+        came = request.wires.new_empty(largest * world)
+        rows = zip(came.view(world, largest), there, strict=True)
+        work = group._allgather_base(came, own)
+        return Works([work], [(row[: part.numel()], part) for row, part in rows])
+
+    def _exchange(self, request: AllToAll, group: dist.ProcessGroup) -> Works:
+        out = request.out.view(-1)
+        if request.stride:
+            return Works([group.alltoall_base(out, request.wire, [], [])])
+        coming = list(arriving(request, group.rank()))
+        return Works([group.alltoall_base(out, request.wire, coming, list(request.sizes))])
 
     def _pass_on(self, request: SendRecv, group: dist.ProcessGroup) -> Works:
         steps = []
@@ -84,12 +83,9 @@ class Nccl:
         """A communicator for some of the ranks, made when it is first needed, by those ranks alone."""
         if peers not in self.levels:
             ranks = dist.get_process_group_ranks(self.group)
-            made = dist.new_group([ranks[i] for i in peers], backend="nccl", use_local_synchronization=True)
+            some, backend = [ranks[i] for i in peers], dist.get_backend(self.group)
+            made = dist.new_group(some, backend=backend, use_local_synchronization=True)
             if not isinstance(made, dist.ProcessGroup):
                 raise CommError(f"this rank is not one of {list(peers)}")
             self.levels[peers] = made
         return self.levels[peers]
-
-
-def _padded(part: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(part, (0, size - part.numel()))

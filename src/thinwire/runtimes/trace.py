@@ -23,7 +23,7 @@ from thinwire.rounding import Stream
 from thinwire.runtimes import job as jobs
 from thinwire.runtimes.arguments import inside_of
 from thinwire.runtimes.job import Call, Start
-from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, Seat, SendRecv
+from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Item, Request, Schedule, SendRecv
 from thinwire.schedules import get as get_schedule
 from thinwire.schedules.choose import choose
 
@@ -68,29 +68,34 @@ def trace(
     if world == 1:
         return Trace(plan.spec)
     forms = shapes or [(each,) for each in numels]
-    seats = [
-        Seat(rank, world, Channel(found.for_shape(shape)), rng=Stream(0), inside=inside, shape=tuple(shape))
-        for shape in forms
+    items = [
+        Item(numel, Channel(found.for_shape(shape)), f"tensor{i}", i, tensor=i, shape=tuple(shape))
+        for i, (numel, shape) in enumerate(zip(numels, forms, strict=True))
     ]
-    tensors = [torch.empty(each, device=META) for each in numels]
     call = Call("trace", found.spec, tuple(numels), "float32")
-    job = jobs.all_reduce(tensors, plan, seats, call)
+    return count(jobs.Plan(items, plan, jobs.Ranks(rank, world, inside), call), rank, world)
+
+
+def count(plan: jobs.Plan, rank: int, world: int) -> Trace:
+    """What a rank sends and receives in one call of a plan, whose channels are used: give it new ones."""
+    vectors: dict[int, int] = {}
+    for item in plan.items:
+        vectors[item.vector] = max(vectors.get(item.vector, 0), item.start + item.numel)
+    tensors = [torch.empty(vectors.get(i, 0), device=META) for i in range(max(vectors, default=0) + 1)]
+    job = plan.job(tensors, Stream(0))
     counts: Counter[str] = Counter()
     for request in job.agreement or ():
         _count(request, rank, world, 1, counts)
     distinct: dict[tuple[int, ...], tuple[Start, int]] = {}
-    for group, start in zip(
-        jobs.spans(numels, [seat.codec for seat in seats], plan), job.starts(), strict=True
-    ):
-        key = tuple(span.stop - span.start for span in group)
+    for batch, start in zip(plan.batches, job.starts(), strict=True):
+        key = tuple(item.numel for item in batch.items)
         distinct[key] = distinct.get(key, (start, 0))[0], distinct.get(key, (start, 0))[1] + 1
     for start, times in distinct.values():
         for request in start(Buffers()):
             _count(request, rank, world, times, counts)
     kinds = {kind.__name__: counts[kind.__name__] for kind in KINDS if counts[kind.__name__]}
-    return Trace(
-        plan.spec, counts["sent"], counts["received"], counts["messages"], sum(kinds.values()), kinds
-    )
+    spec = plan.schedule.spec
+    return Trace(spec, counts["sent"], counts["received"], counts["messages"], sum(kinds.values()), kinds)
 
 
 def _count(request: Request, rank: int, world: int, times: int, counts: Counter[str]) -> None:

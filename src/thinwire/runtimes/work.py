@@ -2,11 +2,15 @@
 
 import threading
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 
 from thinwire.errors import CommError
 from thinwire.runtimes.job import Flights, Job
+
+if TYPE_CHECKING:
+    from thinwire.runtimes.watch import Entry
 
 
 class Work:
@@ -49,6 +53,43 @@ class Work:
         else:
             self._future.set_exception(error)
         self._done.set()
+
+
+class StreamWork(Work):
+    """A call that was put on streams: to wait for it is to let the current stream wait."""
+
+    entry: "Entry | None" = None  #: that keeps its tensors until somebody waits for it
+
+    def __init__(self, result: object, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        self._result, self.stream, self._event = result, stream, event
+        self._made: torch.futures.Future[object] | None = None
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Until the current stream may use the result; the host goes on, so there is no time to be up."""
+        del timeout
+        torch.cuda.current_stream(self.stream.device).wait_event(self._event)
+        if self.entry is not None:
+            self.entry.held = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with it."""
+        return self._event.query()
+
+    def exception(self) -> BaseException | None:
+        """None: what goes wrong on the device is raised by the next call."""
+        return None
+
+    def get_future(self) -> "torch.futures.Future[object]":
+        """A future of the result, for hooks and `then`; whoever waits for it lets its stream wait."""
+        if self._made is None:
+            self._made = torch.futures.Future(devices=[self.stream.device])
+            with torch.cuda.stream(self.stream):
+                self._made.set_result(self._result)
+        return self._made
+
+    def finish(self, error: BaseException | None = None) -> None:
+        raise NotImplementedError("the device finishes it")
 
 
 class Letter:

@@ -29,7 +29,9 @@ from thinwire import codecs
 from thinwire.codecs import Block, Codec
 from thinwire.errors import ScheduleError
 from thinwire.schedules import accumulate as _accumulate
+from thinwire.schedules.batch import Batch, Item, Use
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
+from thinwire.schedules.fuse import apart
 from thinwire.schedules.gather import Combine, add_up, gathered
 from thinwire.schedules.levels import hierarchical
 from thinwire.schedules.low_rank import low_rank
@@ -42,13 +44,16 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Batch",
     "Buffers",
     "Cut",
     "Exchanges",
+    "Item",
     "Request",
     "Schedule",
     "Seat",
     "SendRecv",
+    "Use",
     "get",
 ]
 
@@ -58,11 +63,12 @@ class Schedule:
     """A way to all-reduce, ready to be run."""
 
     spec: str
-    steps: Callable[[Tensor, Seat], Exchanges]
+    steps: Callable[[Use], Exchanges]
     refuses: Callable[[Codec], str]  #: why it cannot serve a codec; "" if it can
     inside: int = 1  #: ranks of a node; 0: as many as are found
     adds: bool = False  #: whether the network adds, so that results depend on its order
     whole: bool = False  #: whether it needs the tensor in one piece
+    batched: bool = False  #: whether codecs see a batch's own vectors, which need not be float32 then
     combine: Combine | None = None  #: what every rank does with all wires, if gathering them is all there is
     #: The result from all ranks' vectors [world, numel] and any rank's seat, for wires that follow from them.
     of_rows: Callable[[Tensor, Seat], Tensor] | None = None
@@ -109,7 +115,7 @@ def _levels(option: str, refuses: Callable[[Codec], str], name: str) -> Schedule
     if codec.needs_rng or codec.feedback or codec.agreement(1):
         raise ScheduleError(f"{name}: {codec.spec} cannot be used inside a node; use fp32, bf16 or int8/256")
     spec = name + (f"/{option}" if option else "")
-    return Schedule(spec, partial(hierarchical, light=codec), refuses, inside)
+    return Schedule(spec, apart(partial(hierarchical, light=codec)), refuses, inside)
 
 
 def _make_low_rank(option: str) -> Schedule:
@@ -132,7 +138,7 @@ def _make_accumulate(option: str) -> Schedule:
     combine = partial(
         _accumulate.combine, order=order if known else _number(order, "accumulate"), kahan=bool(plus)
     )
-    steps = partial(gathered, combine=combine)
+    steps = apart(partial(gathered, combine=combine))
     return Schedule(f"accumulate/{option}", steps, _narrow, whole=order == "ring", combine=combine)
 
 
@@ -152,13 +158,13 @@ def _plain(schedule: Schedule) -> Callable[[str], Schedule]:
 
 
 _MAKERS: dict[str, Callable[[str], Schedule]] = {
-    "native": _plain(Schedule("native", native, _summed, adds=True)),
-    "one_shot": _plain(Schedule("one_shot", one_shot, _any, combine=add_up)),
-    "two_shot": _plain(Schedule("two_shot", two_shot, _in_parts, of_rows=two_shot_of_rows)),
-    "ring": _plain(Schedule("ring", ring, _in_parts)),
-    "tree": _plain(Schedule("tree", tree, _any)),
+    "native": _plain(Schedule("native", apart(native), _summed, adds=True)),
+    "one_shot": _plain(Schedule("one_shot", one_shot, _any, combine=add_up, batched=True)),
+    "two_shot": _plain(Schedule("two_shot", two_shot, _in_parts, of_rows=two_shot_of_rows, batched=True)),
+    "ring": _plain(Schedule("ring", apart(ring), _in_parts)),
+    "tree": _plain(Schedule("tree", apart(tree), _any)),
     "hierarchical": partial(_levels, refuses=_in_parts, name="hierarchical"),
-    "sparse": _plain(Schedule("sparse", one_shot, _sparse, combine=add_up)),
+    "sparse": _plain(Schedule("sparse", one_shot, _sparse, combine=add_up, batched=True)),
     "sparse_levels": partial(_levels, refuses=_sparse_in_parts, name="sparse_levels"),
     "low_rank": _make_low_rank,
     "accumulate": _make_accumulate,

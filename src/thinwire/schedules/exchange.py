@@ -6,6 +6,7 @@ yield the same requests in the same order; one that has nothing to send or to re
 means all.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -20,7 +21,8 @@ class AllGather:
     wires: Tensor  #: uint8, flat; part r is filled by rank r
     sizes: Sequence[int]  #: bytes of every part
     peers: range | None = None
-    fill: Callable[[], object] | None = None  #: puts one's own part there; others' may arrive before
+    fill: Callable[[], object] | None = None  #: encodes this rank's part; others' may arrive before
+    stride: int = 0  #: bytes from one part to the next; 0: they lie one after another
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class AllToAll:
     out: Tensor  #: uint8, what comes, rank by rank
     peers: range | None = None
     coming: Sequence[int] | None = None  #: bytes from every rank; None: as many from each
+    stride: int = 0  #: bytes from one part to the next, in `wire` and `out`; 0: they lie one after another
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,30 @@ Request: TypeAlias = AllGather | AllToAll | AllReduce | SendRecv
 Exchanges: TypeAlias = Generator[Request, None, None]
 
 
+def parts(wires: Tensor, sizes: Sequence[int], stride: int = 0) -> list[Tensor]:
+    """Every rank's part of some bytes.
+
+    >>> import torch
+    >>> [part.tolist() for part in parts(torch.arange(8), (1, 2), stride=4)]
+    [[0], [4, 5]]
+    """
+    return [wires[at : at + size] for at, size in zip(starts(sizes, stride), sizes, strict=True)]
+
+
+def starts(sizes: Sequence[int], stride: int = 0) -> list[int]:
+    """Where every rank's part begins."""
+    if stride:
+        return [stride * rank for rank in range(len(sizes))]
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
+def arriving(request: AllToAll, place: int) -> Sequence[int]:
+    """Bytes that come from every rank."""
+    return request.coming or (request.sizes[place],) * len(request.sizes)
+
+
 def fill(request: Request) -> None:
-    """Put one's own part there, where that was left to the runtime."""
+    """Encode this rank's part, where that was left to the runtime."""
     if isinstance(request, AllGather) and request.fill is not None:
         request.fill()
 

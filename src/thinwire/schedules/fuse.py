@@ -5,13 +5,33 @@ and joins what they ask for at the same time: one exchange for the whole bucket.
 of it, and no bit of the result changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv, fill
+from thinwire.schedules.batch import Use
+from thinwire.schedules.exchange import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchanges,
+    Request,
+    SendRecv,
+    arriving,
+    fill,
+    parts,
+)
 from thinwire.schedules.seat import Seat
+
+
+def apart(steps: Callable[[Tensor, Seat], Exchanges]) -> Callable[[Use], Exchanges]:
+    """A schedule of one tensor as one of a batch."""
+
+    def together(use: Use) -> Exchanges:
+        yield from fused([steps(x, seat) for x, seat in use.tensors()], use.batch.rank)
+
+    return together
 
 
 def fused(steps: Sequence[Exchanges], rank: int) -> Exchanges:
@@ -27,33 +47,12 @@ def fused(steps: Sequence[Exchanges], rank: int) -> Exchanges:
             yield from _together([request for _, request in asked], rank)
 
 
-def agree(tensors: Sequence[Tensor], seats: Sequence[Seat], found: list[Tensor]) -> Exchanges:
-    """The maximum over ranks of every tensor's `summary`, in one exchange; appended to `found`.
-
-    For APS that is a byte for every tensor. With feedback the scale leaves room for what is still owed.
-    """
-    rank, world = seats[0].rank, seats[0].world
-    mine = [seat.codec.summary(_reach(x, seat), world) for x, seat in zip(tensors, seats, strict=True)]
-    joined = torch.cat(mine)
-    everyone = joined.new_empty((world, joined.numel()))
-    everyone[rank] = joined
-    wires = everyone.view(-1).view(torch.uint8)
-    yield AllGather(wires, (wires.numel() // world,) * world)
-    found.extend(everyone.amax(0).split([each.numel() for each in mine]))
-
-
-def _reach(x: Tensor, seat: Seat) -> Tensor:
-    """The vector, or one as large as it can be with what any of its slots owes."""
-    owed = seat.channel.largest_owed(seat.name)
-    return x.float() + torch.copysign(owed.to(x.device), x.float()) if owed is not None else x
-
-
 def _together(requests: list[Request], rank: int) -> Exchanges:
     first = requests[0]
     if isinstance(first, AllGather):
         yield from _gather([each for each in requests if isinstance(each, AllGather)], rank)
     elif isinstance(first, AllToAll):
-        yield from _exchange([each for each in requests if isinstance(each, AllToAll)])
+        yield from _exchange([each for each in requests if isinstance(each, AllToAll)], rank)
     elif isinstance(first, AllReduce):
         yield from _reduce([each for each in requests if isinstance(each, AllReduce)])
     else:
@@ -68,19 +67,20 @@ def _gather(requests: list[AllGather], rank: int) -> Exchanges:
         return
     for each in requests:
         fill(each)
-    parts = [each.wires.split(list(each.sizes)) for each in requests]
+    wanted = [parts(each.wires, each.sizes, each.stride) for each in requests]
     own = rank if requests[0].peers is None else requests[0].peers.index(rank)
     there = wires.split(list(sizes))
-    torch.cat([part[own] for part in parts], out=there[own])
+    torch.cat([each[own] for each in wanted], out=there[own])
     yield AllGather(wires, sizes, requests[0].peers)
     for i, joined in enumerate(there):
-        _spread(joined, [part[i] for part in parts])
+        _spread(joined, [each[i] for each in wanted])
 
 
-def _exchange(requests: list[AllToAll]) -> Exchanges:
+def _exchange(requests: list[AllToAll], rank: int) -> Exchanges:
     sizes = _sums([each.sizes for each in requests])
-    world = len(sizes)
-    comings = [each.coming or (each.out.numel() // world,) * world for each in requests]
+    world, peers = len(sizes), requests[0].peers
+    place = rank if peers is None else peers.index(rank)
+    comings = [arriving(each, place) for each in requests]
     coming = _sums(comings)
     if requests[0].wire.is_meta:
         wire = requests[0].wire
@@ -88,9 +88,11 @@ def _exchange(requests: list[AllToAll]) -> Exchanges:
             wire.new_empty(sum(sizes)), sizes, wire.new_empty(sum(coming)), requests[0].peers, coming
         )
         return
-    parts = [each.wire.split(list(each.sizes)) for each in requests]
-    outs = [each.out.view(-1).split(list(split)) for each, split in zip(requests, comings, strict=True)]
-    wire = torch.cat([part[i] for i in range(world) for part in parts])
+    going = [parts(each.wire, each.sizes, each.stride) for each in requests]
+    outs = [
+        parts(each.out.view(-1), split, each.stride) for each, split in zip(requests, comings, strict=True)
+    ]
+    wire = torch.cat([each[i] for i in range(world) for each in going])
     out = wire.new_empty(sum(coming))
     yield AllToAll(wire, sizes, out, requests[0].peers, coming)
     for i, joined in enumerate(out.split(list(coming))):

@@ -8,16 +8,17 @@ For sparse codecs the exchange between nodes is a `one_shot`: dense inside, top-
 sparse all-reduce of Shi et al. (2020). So it is between two nodes, where it costs no more than `two_shot`.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.schedules.batch import Agreed, Batch, Item, Use
 from thinwire.schedules.exchange import AllGather, AllToAll, Exchanges, among
 from thinwire.schedules.reduce import one_shot, two_shot
 from thinwire.schedules.seat import Cut, Seat
 from thinwire.schedules.traits import is_sparse
+
+FAR = -1  # buffers of the exchange between nodes
 
 
 def hierarchical(x: Tensor, seat: Seat, light: Codec) -> Exchanges:
@@ -45,12 +46,15 @@ def hierarchical(x: Tensor, seat: Seat, light: Codec) -> Exchanges:
 
 def _between(shard: Tensor, seat: Seat, place: int, start: int) -> Exchanges:
     """The same place of every node."""
-    nodes = seat.world // seat.inside
-    far = replace(seat, rank=seat.rank // seat.inside, world=nodes, name=f"{seat.name}/far", inside=1)
-    if seat.shared is not None and seat.shared.shape[-1] > 1:
-        far = replace(far, shared=seat.shared[start // seat.codec.grain :])
-    schedule = one_shot if is_sparse(seat.codec) or nodes == 2 else two_shot
-    yield from among(schedule(shard, far), range(place, seat.world, seat.inside))
+    nodes, codec = seat.world // seat.inside, seat.codec
+    items = [Item(shard.numel(), seat.channel, f"{seat.name}/far")] if shard.numel() else []
+    agreed = None
+    if seat.shared is not None:
+        agreed = Agreed({codec.spec: seat.shared[codec.agreed_before(start) :]}, {0: 0})
+    batch = Batch(items, seat.rank // seat.inside, nodes, seat.weight)
+    schedule = one_shot if is_sparse(codec) or nodes == 2 else two_shot
+    steps = schedule(Use(batch, [shard], seat.buffers.part(FAR), seat.rng, agreed))
+    yield from among(steps, range(place, seat.world, seat.inside))
 
 
 def _encode_shards(light: Codec, x: Tensor, cut: Cut, wires: Tensor) -> None:

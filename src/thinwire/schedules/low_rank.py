@@ -5,48 +5,186 @@ one ended (warm start), is enough: P = M Q is added up over ranks and made ortho
 added up. It communicates in the middle of its mathematics, so it is a schedule and no codec; the network
 adds, in the codec's dtype.
 
-Q and, with feedback, the error M - P Q' are kept in the channel: pass the same `Channel` at every step.
-Vectors, and matrices that would not shrink, are added up as they are.
+All matrices of a batch travel together: their P in one exchange, their Q in another. Q and, with feedback,
+the error M - P Q' are kept in the channel: pass the same `Channel` at every step. Vectors, and matrices that
+would not shrink, are added up as they are, in the first exchange.
 """
 
+import functools
 import math
-from collections.abc import Generator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from thinwire.channel import Holding
 from thinwire.codecs import Cast
 from thinwire.rounding import Stream
-from thinwire.schedules.exchange import AllReduce, Exchanges, Request
-from thinwire.schedules.reduce import native
-from thinwire.schedules.seat import Seat
+from thinwire.schedules.batch import Batch, Item, Use
+from thinwire.schedules.exchange import AllReduce, Exchanges
 
+LOW_RANK = "low_rank"
 SEED = 714
+SHIFT = 1e-12  #: of a Gram matrix's trace, added to its diagonal
 
 
-def low_rank(x: Tensor, seat: Seat, rank: int) -> Exchanges:
-    """One step of PowerSGD on a matrix of the seat's shape."""
-    rows, columns = matrix(seat.shape or (x.numel(),))
-    if not shrinks(rows, columns, rank):
-        yield from native(x, seat)
-        return
-    m, residuals = x.view(rows, columns), seat.channel.residuals
-    error, start = f"{seat.name}/error", f"{seat.name}/q"
-    if error in residuals:
-        m += residuals[error]
-    q = residuals.get(start)
-    q = _start(columns, rank, seat, x.device) if q is None else q
-    p = yield from _mean(m @ q, seat)
-    p = torch.linalg.qr(p).Q if x.device.type != "meta" else p
-    q = yield from _mean(m.T @ p, seat)
-    seat.channel.shapes[start] = tuple(q.shape)
-    residuals[start] = _finite(q, seat)
-    if seat.codec.feedback and x.device.type != "meta":
-        residuals[error] = torch.addmm(m, p, q.T, alpha=-1).nan_to_num_(0.0, 0.0, 0.0)
-        seat.channel.shapes[error] = (rows, columns)
-    torch.mm(p, q.T, out=m)
-    if seat.weight == 1:
-        m *= seat.world
+@dataclass(eq=False)
+class Thin:
+    """The matrices of a batch that shrink, its other tensors, and what is kept of the matrices."""
+
+    rank: int
+    matrices: list[tuple[Item, int, int]]  #: and their rows and columns
+    others: list[Item]
+    errors: Holding
+    starts: Holding
+    drawn: dict[torch.device, Tensor] = field(default_factory=dict)  #: random Q to start with
+
+    @classmethod
+    def of(cls, batch: Batch, rank: int) -> "Thin":
+        matrices, others = [], []
+        for item in batch.items:
+            rows, columns = matrix(item.shape or (item.numel,))
+            if shrinks(rows, columns, rank):
+                matrices.append((item, rows, columns))
+            else:
+                others.append(item)
+        errors = tuple((f"{item.name}/error", (rows, columns)) for item, rows, columns in matrices)
+        starts = tuple((f"{item.name}/q", (columns, rank)) for item, _, columns in matrices)
+        return cls(rank, matrices, others, Holding(errors, as_is=True), Holding(starts, as_is=True))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of all P, and of all Q."""
+        return (
+            sum(rows * self.rank for _, rows, _ in self.matrices),
+            sum(columns * self.rank for _, _, columns in self.matrices),
+        )
+
+    def start(self, device: torch.device) -> Tensor:
+        """All Q, one after another: where the last step ended, or the same random numbers on every rank."""
+        channel = self.matrices[0][0].channel
+        if device not in self.drawn:
+            parts = [drawn(columns, self.rank, item.name, device) for item, _, columns in self.matrices]
+            self.drawn[device] = torch.cat([part.view(-1) for part in parts])
+        new = [slot for slot, _ in self.starts.slots if slot not in channel.residuals]
+        flat = self.starts.open(channel, device)
+        if new:
+            widths = [columns * self.rank for _, _, columns in self.matrices]
+            for (slot, _), part in zip(self.starts.slots, self.drawn[device].split(widths), strict=True):
+                if slot in new:
+                    channel.residuals[slot].view(-1).copy_(part)
+        return flat
+
+
+def low_rank(use: Use, rank: int) -> Exchanges:
+    """One step of PowerSGD on the matrices of a batch."""
+    if LOW_RANK not in use.batch.kept:
+        use.batch.kept[LOW_RANK] = Thin.of(use.batch, rank)
+    step = _Step(use, use.batch.kept[LOW_RANK])
+    step.project()
+    yield from step.added(step.first)
+    step.take_others()
+    if step.thin.matrices:
+        step.project_back()
+        yield from step.added(step.second)
+        step.finish()
+
+
+class _Step:
+    """One use of a batch: its matrices, their P and Q, as views of what travels."""
+
+    def __init__(self, use: Use, thin: Thin) -> None:
+        self.use, self.thin = use, thin
+        first, second = thin.sizes
+        others = sum(item.numel for item in thin.others)
+        self.first = use.buffer("first", first + others, torch.float32)
+        self.second = use.buffer("second", second, torch.float32)
+        self.ms = [self._of(item).view(rows, columns) for item, rows, columns in thin.matrices]
+        self.ps = _views(self.first[:first], [(rows, thin.rank) for _, rows, _ in thin.matrices])
+        self.qs = _views(self.second, [(columns, thin.rank) for _, _, columns in thin.matrices])
+        self.errors: list[Tensor] = []
+        self.others, self.tail = [self._of(item) for item in thin.others], self.first[first:]
+
+    def _of(self, item: Item) -> Tensor:
+        return self.use.vectors[item.vector][item.start : item.start + item.numel]
+
+    @property
+    def codec(self) -> Cast:
+        codec = self.use.batch.items[0].codec
+        assert isinstance(codec, Cast)
+        return codec
+
+    def project(self) -> None:
+        """P = M Q, where M has what earlier steps did not send; other tensors as they are."""
+        if self.use.is_meta:
+            return
+        world, weight = self.use.batch.world, self.use.batch.weight
+        if self.ms and self.codec.feedback:
+            errors = self.thin.errors.open(self.thin.matrices[0][0].channel, self.use.device)
+            self.errors = _views(errors, [m.shape for m in self.ms])
+            torch._foreach_add_(self.ms, self.errors)
+        if self.ms:
+            starts = _views(self.thin.start(self.use.device), [q.shape for q in self.qs])
+            for m, p, start in zip(self.ms, self.ps, starts, strict=True):
+                torch.mm(m, start, out=p)
+            self.first[: self.first.numel() - self.tail.numel()] /= world
+        if self.others:
+            torch._foreach_copy_(self._rows(), self.others)
+            if self.codec.torch_dtype != torch.float32:  # so that a sum of 16-bit numbers does not overflow
+                self.tail *= weight
+
+    def take_others(self) -> None:
+        if self.use.is_meta or not self.others:
+            return
+        torch._foreach_copy_(self.others, self._rows())
+        if self.codec.torch_dtype == torch.float32 and self.use.batch.weight != 1:
+            torch._foreach_mul_(self.others, self.use.batch.weight)
+
+    def _rows(self) -> list[Tensor]:
+        return list(self.tail.split([x.numel() for x in self.others]))
+
+    def project_back(self) -> None:
+        """Q = M' P."""
+        if self.use.is_meta:
+            return
+        orthonormalize(self.ps)
+        for m, p, q in zip(self.ms, self.ps, self.qs, strict=True):
+            torch.mm(m.T, p, out=q)
+        self.second /= self.use.batch.world
+
+    def finish(self) -> None:
+        """M becomes P Q'; what that leaves out is the error, and Q is where the next step starts."""
+        if self.use.is_meta:
+            return
+        if self.errors:
+            torch._foreach_copy_(self.errors, self.ms)
+        for m, p, q in zip(self.ms, self.ps, self.qs, strict=True):
+            torch.mm(p, q.T, out=m)
+        if self.errors:
+            torch._foreach_sub_(self.errors, self.ms)
+            assert self.thin.errors.flat is not None
+            torch.nan_to_num_(self.thin.errors.flat, 0.0, 0.0, 0.0)
+        device = self.use.device
+        # not from NaN, so that one bad step does not spoil every later one
+        torch.where(self.second.isfinite(), self.second, self.thin.drawn[device], out=self.thin.start(device))
+        if self.use.batch.weight == 1:
+            torch._foreach_mul_(self.ms, float(self.use.batch.world))
+
+    def added(self, values: Tensor) -> Exchanges:
+        """The sum over all ranks, in the codec's dtype."""
+        if self.codec.torch_dtype == torch.float32:
+            yield AllReduce(values)
+            return
+        sent = self.use.buffer("sent", values.numel(), self.codec.torch_dtype)
+        sent.copy_(values)
+        yield AllReduce(sent)
+        values.copy_(sent)
+
+
+def _views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -59,25 +197,50 @@ def shrinks(rows: int, columns: int, rank: int) -> bool:
     return rows > 1 and columns > 1 and (rows + columns) * rank < rows * columns
 
 
-def _mean(values: Tensor, seat: Seat) -> Generator[Request, None, Tensor]:
-    """Over all ranks, in the codec's dtype."""
-    assert isinstance(seat.codec, Cast)
-    sent = (values / seat.world).to(seat.codec.torch_dtype).contiguous()
-    yield AllReduce(sent.view(-1))
-    return sent.float()
+def approximated(m: Tensor, start: Tensor | None, rank: int, name: str) -> tuple[Tensor, Tensor]:
+    """What one rank by itself would send of a matrix, and where the next step would start."""
+    start = drawn(m.shape[1], rank, name, m.device) if start is None else start
+    p = m @ start
+    orthonormalize([p])
+    q = m.T @ p
+    return p @ q.T, q
 
 
-def _finite(q: Tensor, seat: Seat) -> Tensor:
-    """Where the next step begins: not at NaN, so that one bad step does not spoil every later one."""
-    if q.device.type == "meta":
-        return q
-    return torch.where(q.isfinite().all(), q, _start(q.shape[0], q.shape[1], seat, q.device))
-
-
-def _start(columns: int, rank: int, seat: Seat, device: torch.device) -> Tensor:
+def drawn(columns: int, rank: int, name: str, device: torch.device) -> Tensor:
     """The same random Q on every rank."""
-    if device.type == "meta":
-        return torch.empty((columns, rank), device=device)
-    words = Stream(SEED, tensor=seat.name).words(columns * rank).to(torch.int64)
+    words = Stream(SEED, tensor=name).words(columns * rank).to(torch.int64)
     uniform = (words.float() + 0.5) / 2**32
     return torch.special.ndtri(uniform.clamp(1e-7, 1 - 1e-7)).view(columns, rank).to(device)
+
+
+def orthonormalize(ps: Sequence[Tensor]) -> None:
+    """Make the columns of every matrix orthonormal, in place: on equal machines, with equal bits."""
+    if ps[0].device.type == "cpu":
+        for p in ps:
+            p.copy_(torch.linalg.qr(p).Q)
+        return
+    cholesky_qr(ps)
+
+
+def cholesky_qr(ps: Sequence[Tensor]) -> None:
+    """The same with a few operations for all matrices: twice a shifted Cholesky QR, in float64.
+
+    The shift keeps columns that depend on one another finite; the second round makes what is left of them
+    orthonormal too.
+    """
+    count, rank = len(ps), ps[0].shape[1]
+    stacked = ps[0].new_zeros((count, max(len(p) for p in ps), rank), dtype=torch.float64)
+    views = [stacked[i, : len(p)] for i, p in enumerate(ps)]
+    torch._foreach_copy_(views, list(ps))
+    unit = _unit(rank, stacked.device)
+    for _ in range(2):
+        gram = stacked.mT @ stacked
+        shift = SHIFT * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-200
+        lower = torch.linalg.cholesky_ex(gram + shift.view(-1, 1, 1) * unit).L
+        stacked = stacked @ torch.linalg.solve_triangular(lower.mT, unit.expand(count, -1, -1), upper=True)
+    torch._foreach_copy_(list(ps), [stacked[i, : len(p)] for i, p in enumerate(ps)])
+
+
+@functools.cache
+def _unit(rank: int, device: torch.device) -> Tensor:
+    return torch.eye(rank, dtype=torch.float64, device=device)

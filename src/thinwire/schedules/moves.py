@@ -59,13 +59,16 @@ def all_to_all(parts: Sequence[Tensor], outs: Sequence[Tensor], seat: Seat) -> E
     _decode_all(received, coming, outs, seat)
 
 
-def compare_sizes(parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, world: int) -> Exchanges:
-    """That everyone has room for what is sent to it, before anything is."""
-    sizes = torch.zeros((world, 2, world), dtype=torch.int64)
+def compare_sizes(
+    parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, world: int, device: torch.device
+) -> Exchanges:
+    """That everyone has room for what is sent to it, before anything is; ranks talk on `device`."""
+    sizes = torch.zeros((world, 2, world), dtype=torch.int64, device=device)
     sizes[rank, 0] = torch.tensor([part.numel() for part in parts])
     sizes[rank, 1] = torch.tensor([out.numel() for out in outs])
     wires = sizes.view(-1).view(torch.uint8)
     yield AllGather(wires, (wires.numel() // world,) * world)
+    sizes = sizes.cpu()
     wrong = (sizes[:, 0] != sizes[:, 1].T).nonzero()
     if len(wrong):
         one, other = wrong[0].tolist()

@@ -10,16 +10,17 @@ What each costs, for a wire of b bytes (of the whole vector) and a world of N ra
 | `ring` | 2 (N - 1) / N b | 2 (N - 1) | N |
 | `tree` | at most log2(N) b | 2 log2(N) | 1 + log2(N) |
 
-A schedule takes this rank's vector, float32 and flat, and replaces it by the result. Replicas stay equal
-because everyone, owners included, decodes the same bytes in the same order.
+A schedule takes this rank's vectors, float32 and flat, and replaces them by the result: `one_shot` and
+`two_shot` a whole batch of them, the others one by one (see `fuse.apart`). Replicas stay equal because
+everyone, owners included, decodes the same bytes in the same order.
 """
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast
+from thinwire.schedules.batch import Use
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, SendRecv
-from thinwire.schedules.gather import add_up, gathered
 from thinwire.schedules.seat import Seat
 
 
@@ -38,26 +39,35 @@ def native(x: Tensor, seat: Seat) -> Exchanges:
     x.copy_(values)
 
 
-def one_shot(x: Tensor, seat: Seat) -> Exchanges:
+def one_shot(use: Use) -> Exchanges:
     """Everyone sends all of it to everyone, and adds up what came: QSGD's own algorithm."""
-    yield from gathered(x, seat, add_up)
+    layout, rank = use.batch.whole, use.batch.rank
+    wires = use.buffer("wires", use.batch.world * layout.stride)
+
+    def encode() -> None:
+        use.encode(layout.sent, wires[rank * layout.stride :])
+
+    yield AllGather(wires, layout.sizes, fill=None if use.is_meta else encode, stride=layout.stride)
+    if not use.is_meta:
+        use.add_up(layout.sent, wires, layout.stride)
 
 
-def two_shot(x: Tensor, seat: Seat) -> Exchanges:
+def two_shot(use: Use) -> Exchanges:
     """Every rank adds up its own shard, encodes the sum and sends that: reduce-scatter, then all-gather.
 
     CNTK calls it reduce and broadcast. With feedback the owner keeps a residual of its own.
     """
-    cut = seat.cut(x.numel())
-    wires = seat.buffer("wires", cut.nbytes, x)
-    received = seat.buffer("received", (seat.world, cut.sizes[seat.rank]), x)
-    seat.encode_shards(x, cut, "sent", wires)
-    yield AllToAll(wires, cut.sizes, received)
-    own, numel = cut.wire_of(wires, seat.rank), cut.numels[seat.rank]
-    if numel:
-        seat.reduce_encode(received, numel, "reduced", own, cut.start(seat.rank))
-    yield AllGather(wires, cut.sizes)
-    seat.decode_shards(wires, cut, seat.late, x)
+    layout, rank, world = use.batch.shards, use.batch.rank, use.batch.world
+    wires, received = (use.buffer(name, world * layout.stride) for name in ("wires", "received"))
+    if use.is_meta:
+        yield AllToAll(wires, layout.sizes, received, stride=layout.stride)
+        yield AllGather(wires, layout.sizes, stride=layout.stride)
+        return
+    use.encode(layout.sent, wires)
+    yield AllToAll(wires, layout.sizes, received, stride=layout.stride)
+    use.reduce(layout.own, received, layout.stride, wires[rank * layout.stride :])
+    yield AllGather(wires, layout.sizes, stride=layout.stride)
+    use.decode(layout.sent, wires)
 
 
 def two_shot_of_rows(rows: Tensor, seat: Seat) -> Tensor:

@@ -97,9 +97,10 @@ class Cut:
 
 
 class Buffers:
-    """Memory by name, kept from one run to the next."""
+    """Memory by name, kept from one run to the next; on a GPU, used by one stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
         self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._parts: dict[int, Buffers] = {}
 

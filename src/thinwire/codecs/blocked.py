@@ -1,0 +1,106 @@
+"""What codecs of blocks share: they hand rows, or segments of a flat vector, to the block kernels."""
+
+import abc
+import functools
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.codecs.base import Codec
+from thinwire.kernels.params import FILLED, BlockParams, Draw, Segments, WirePlan
+from thinwire.rounding import Stream
+
+
+class Blocked(Codec):
+    """Elements in a few bits, with a scale for every block."""
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def _params(self) -> BlockParams:
+        """What the kernels must know."""
+
+    @abc.abstractmethod
+    def _made(self, numel: int) -> WirePlan:
+        """Where things lie in the wire of so many elements."""
+
+    @functools.cached_property
+    def _plans(self) -> dict[int, WirePlan]:
+        return {}
+
+    def plan(self, numel: int) -> WirePlan:
+        if numel not in self._plans:
+            self._plans[numel] = self._made(numel)
+        return self._plans[numel]
+
+    def _plan(self, numel: int) -> WirePlan:
+        return self.plan(numel)
+
+    def _encode(
+        self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
+    ) -> None:
+        del shared
+        key = None if rng is None else rng.key
+        kernels.block_encode(self._params, x, wire, self.plan(x.shape[1]), key, residual)
+
+    def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
+        kernels.block_decode(self._params, wire, out, self.plan(out.shape[1]), weight, add=add)
+
+    @property
+    def _fuses_reduce(self) -> bool:
+        return self._params.rule != FILLED
+
+    def _reduce(self, wires: Tensor, wire: Tensor, numel: int, weight: float, rng: Stream | None) -> None:
+        key = None if rng is None else rng.key
+        kernels.block_reduce(self._params, wires, wire, self.plan(numel), weight, key)
+
+    # Segments
+
+    def reads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return dtype == torch.float32 or device.type == "cuda"
+
+    @property
+    def reduces_segments(self) -> bool:
+        return self._fuses_reduce
+
+    def encode_segments(
+        self,
+        x: Tensor,
+        wire: Tensor,
+        segments: Segments,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        del shared
+        kernels.block_encode_segments(self._params, x, wire, segments, draw, residual)
+
+    def decode_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float = 1.0,
+        count: int = 1,
+        stride: int = 0,
+    ) -> None:
+        self.check_tags(wires, segments, count, stride)
+        kernels.block_decode_segments(self._params, wires, out, segments, weight, count, stride)
+
+    def reduce_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float,
+        count: int,
+        stride: int,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> None:
+        self.check_tags(wires, segments, count, stride)
+        kernels.block_reduce_segments(
+            self._params, wires, out, segments, weight, count, stride, draw, residual
+        )

@@ -1,0 +1,205 @@
+"""Whoever trains answers what `auto` asks for: times of steps, errors, costs, trials.
+
+Steps are timed by the meter, on a GPU by its events. Here, while `auto` measures, the host may wait for the
+device; nothing of this is left once the choice is made.
+"""
+
+import logging
+import os
+import platform
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire import policy as policies
+from thinwire.integrations import auto
+from thinwire.integrations.audit import Auditor
+from thinwire.integrations.auto import Ask, Audit, Choice, Cost, Costs, Keep, Probe, Profile, Steps, Try
+from thinwire.integrations.meter import Meter
+from thinwire.policy import Policy, Tensorlike
+
+log = logging.getLogger(__name__)
+
+Gradients = list[tuple[Tensorlike, Tensor]]
+Bucket = tuple[Gradients, Tensor]  #: copies of gradients, and the buffer in which they lie
+
+
+class Trainer(Protocol):
+    """What a pilot needs of whoever trains."""
+
+    step: int
+    device: torch.device
+
+    @property
+    def meter(self) -> Meter: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def follow(self, policy: Policy) -> None:
+        """Use a policy from the next bucket on."""
+
+    def agree(self, numbers: Tensor) -> Tensor:
+        """The mean over ranks."""
+
+    def prober(self, policy: Policy, buckets: Sequence[Bucket]) -> tuple[Callable[[], None], int]:
+        """A call that sends copies of buckets as a policy says, and waits; and the bytes that it sends."""
+
+
+@dataclass
+class Pilot:
+    """Answers the questions of one choice, step by step."""
+
+    choice: Choice = field(default_factory=Choice)
+    _asks: Any = None
+    _ask: Ask | None = None
+    _since: int = 0  #: the step before the ask
+    _auditor: Auditor | None = None
+    _buckets: list[Bucket] = field(default_factory=list)
+    _kept: int = 0  #: the step whose buckets are kept, to be sent again
+    _ready: list[list[float]] = field(default_factory=list)
+    _nbytes: tuple[int, ...] = ()
+    _sizes: list[int] = field(default_factory=list)
+
+    @property
+    def settled(self) -> bool:
+        return self.choice.settled
+
+    @property
+    def chosen(self) -> str:
+        return self.choice.chosen
+
+    def describe(self) -> dict[str, Any]:
+        return self.choice.describe()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.choice.state_dict()
+
+    def load_state_dict(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Keep the choice of the run before."""
+        self.choice.load_state_dict(state)
+        trainer.meter.always = False
+        trainer.follow(policies.get(self.choice.chosen))
+
+    def begin_step(self, trainer: Trainer) -> None:
+        """At the first bucket of a step: answer what was asked for, if it is known by now."""
+        if self.settled:
+            return
+        if trainer.world == 1:
+            self.choice.settled = True
+            return
+        last = trainer.meter.last
+        if last is not None and last.arrivals:
+            self._ready.append(last.ready_s())
+        self._nbytes, self._sizes = tuple(self._sizes), []
+        if self._asks is None:
+            self._asks = auto.choose(self.choice)
+            self._go_on(trainer, None)
+        while not self.settled and (answer := self._answer(trainer)) is not None:
+            self._go_on(trainer, answer)
+
+    def _go_on(self, trainer: Trainer, answer: object) -> None:
+        before = self._ask
+        try:
+            self._ask = self._asks.send(answer)
+        except StopIteration:
+            trainer.meter.always = False
+            return
+        self._since = trainer.step
+        trainer.meter.always = True
+        if isinstance(self._ask, Audit):
+            self._auditor = Auditor(self._ask.recipes)
+        elif isinstance(self._ask, Try | Keep):
+            trainer.follow(policies.get(self._ask.recipe))
+        self._tell(before, trainer.rank)
+
+    def _tell(self, before: Ask | None, rank: int) -> None:
+        if rank == 0 and (isinstance(before, Probe) or isinstance(self._ask, Keep)):
+            log.info("%s", self.choice.explain())
+
+    def see(self, trainer: Trainer, gradients: Gradients, buffer: Tensor) -> None:
+        """A bucket before it is sent."""
+        if self.settled:
+            return
+        self._sizes.append(buffer.nbytes)
+        if isinstance(self._ask, Audit) and self._auditor is not None:
+            self._auditor.see(gradients)
+        if trainer.step == self._kept:
+            copy, first = buffer.detach().clone(), buffer.storage_offset()
+            parts = [
+                (t, copy.as_strided(g.size(), g.stride(), g.storage_offset() - first)) for t, g in gradients
+            ]
+            self._buckets.append((parts, copy))
+
+    def _answer(self, trainer: Trainer) -> Any:
+        """What is known by now of what was asked for; None: not enough."""
+        ask, done = self._ask, trainer.step - self._since
+        if isinstance(ask, Keep):
+            return True
+        if isinstance(ask, Probe):
+            return self._probe(trainer, ask)
+        assert ask is not None
+        needed = ask.count + 1 if isinstance(ask, Try) else ask.count
+        if done < needed:
+            if isinstance(ask, Audit) and done == ask.count - 1:
+                self._kept = trainer.step  # this step's buckets are sent again afterwards
+            return None
+        if isinstance(ask, Audit):
+            assert self._auditor is not None
+            errors = self._auditor.errors()
+            self._auditor = None
+            agreed = trainer.agree(torch.tensor(list(errors.values()))).tolist()
+            return dict(zip(errors, agreed, strict=True))
+        return self._timed(trainer, ask)
+
+    def _timed(self, trainer: Trainer, ask: Steps | Try) -> Profile:
+        """The step of late, as all ranks saw it."""
+        steps_s = trainer.meter.steps_s(waits=True)
+        recent = steps_s[-ask.count :] if isinstance(ask, Try) else steps_s[-auto.LOOK - 1 :]
+        buckets = len(self._nbytes)
+        ready = [each for each in self._ready[-auto.LOOK - 1 :] if len(each) == buckets] or [[0.0] * buckets]
+        numbers = [statistics.median(recent), auto.faster(steps_s)]
+        numbers += [statistics.median(each) for each in zip(*ready, strict=True)]
+        step_s, faster, *ready_s = trainer.agree(torch.tensor(numbers, dtype=torch.float32)).tolist()
+        return Profile(step_s, tuple(ready_s), self._nbytes, faster)
+
+    def _probe(self, trainer: Trainer, ask: Probe) -> Costs:
+        crowd = _crowd(trainer) if trainer.device.type == "cpu" else 0.0
+        numbers, sent = [], {}
+        for name in ask.recipes:
+            probe, sent[name] = trainer.prober(policies.get(name), self._buckets)
+            probe()  # compiles, compares calls, makes buffers
+            trainer.agree(torch.zeros(1))  # all begin together
+            began, began_cpu = time.perf_counter(), time.process_time()
+            probe()
+            numbers += [time.perf_counter() - began, time.process_time() - began_cpu]
+        self._buckets.clear()
+        agreed = iter(trainer.agree(torch.tensor(numbers, dtype=torch.float32)).tolist())
+        return Costs({name: Cost(next(agreed), next(agreed), sent[name]) for name in ask.recipes}, crowd)
+
+
+def _crowd(trainer: Trainer) -> float:
+    """Ranks to a core of this machine, if none is to spare for communication; else 0."""
+    numbers = torch.zeros(trainer.world)
+    numbers[trainer.rank] = _machine() * trainer.world
+    everyone = trainer.agree(numbers).round().tolist()
+    here = everyone.count(everyone[trainer.rank])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lacks = cores / here < torch.get_num_threads() + 1
+    return trainer.agree(torch.tensor([max(1.0, here / cores) if lacks else 0.0])).item()
+
+
+def _machine() -> int:
+    """A number for this machine that a float32 holds."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        text = platform.node()
+    return zlib.crc32(text.encode()) & 0xFFFF

@@ -1,0 +1,84 @@
+"""Running a plan: a bucket's buffer goes in, and a future of its mean comes out.
+
+On a GPU everything is put on streams when this returns, and the future is done at once: whoever waits for it
+lets its stream wait. On a CPU the line's thread goes on, and the future is done when it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.clock import WIRE, Clock
+from thinwire.integrations.futures import Future, gathered
+from thinwire.integrations.routes import Plan
+from thinwire.rounding import Stream
+from thinwire.runtimes.work import StreamWork
+
+Finish = Callable[[], object]
+
+
+def run(
+    plan: Plan,
+    buffer: Tensor,
+    rng: Stream,
+    finish: Finish,
+    group: dist.ProcessGroup | None = None,
+    clock: Clock | None = None,
+    more: "Sequence[Future[Any]]" = (),
+) -> "Future[Tensor]":
+    """Send a bucket. `finish` is called once the mean is there, on a GPU on the stream where it will be.
+
+    `more` are futures of other calls that `finish` needs.
+    """
+    if plan.plain:
+        return plain(buffer, group, finish, clock, more)
+    works = [plan.line.submit(part.job(buffer, rng)) for part in plan.parts]
+    if all(isinstance(work, StreamWork) for work in works) and works:
+        return _on_stream([work for work in works if isinstance(work, StreamWork)], buffer, finish, more)
+    futures = [*(work.get_future() for work in works), *more]
+
+    def ended() -> Tensor:
+        finish()
+        return buffer
+
+    return gathered(futures, ended, buffer.device)
+
+
+def _on_stream(
+    works: Sequence[StreamWork], buffer: Tensor, finish: Finish, more: "Sequence[Future[Any]]"
+) -> "Future[Tensor]":
+    """The stream of the last call waits for the others; then the future is done, on that stream."""
+    last, future = works[-1].stream, Future[Tensor](devices=[buffer.device])
+    with torch.cuda.stream(last):
+        for work in works[:-1]:
+            work.wait()
+        for other in more:
+            other.wait()
+        finish()
+        future.set_result(buffer)
+    return future
+
+
+def plain(
+    buffer: Tensor,
+    group: dist.ProcessGroup | None,
+    finish: Finish = lambda: None,
+    clock: Clock | None = None,
+    more: "Sequence[Future[Any]]" = (),
+) -> "Future[Tensor]":
+    """What DDP itself does, bit for bit."""
+    began = clock.start(buffer.device) if clock is not None else None
+    buffer.mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+
+    def ended() -> Tensor:
+        if clock is not None:
+            clock.stop(WIRE, began)
+        finish()
+        return buffer
+
+    return gathered([work.get_future(), *more], ended, buffer.device)

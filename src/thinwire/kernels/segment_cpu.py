@@ -1,0 +1,163 @@
+"""Segments on the CPU: the loops of rows, with a table of where each segment lies."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.kernels import block_cpu, segment_loops, segment_reference
+from thinwire.kernels.block_cpu import LONG_SPAN, NO_DRAW, NO_WIRES, NONE, SPAN, Spans
+from thinwire.kernels.params import Array, BlockParams, Draw, Segments, SignPlan
+from thinwire.kernels.reference import MASK32
+
+
+def encode(
+    p: BlockParams,
+    x: Tensor,
+    wire: Tensor,
+    segments: Segments,
+    draw: Draw | None,
+    residual: Tensor | None,
+) -> None:
+    """Each segment into its wire; see `segment_reference.encode`."""
+    spans = _spans(segments, block_cpu.span_of(p, residual is not None))
+    arrays = (x.numpy(), _flat(residual), *NO_WIRES, *_views(wire))
+    block_cpu.run_encode(p, spans, arrays, draw=_draw(draw), drop=True)
+    _tag_empty(wire, segments)
+
+
+def decode(
+    p: BlockParams, wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
+) -> None:
+    """Weighted sums of wires; see `segment_reference.decode`."""
+    arrays = (out.numpy(), *_views(wires))
+    block_cpu.run_decode(p, _spans(segments, SPAN), arrays, weight, (count, stride))
+
+
+def reduce(  # noqa: PLR0913
+    p: BlockParams,
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    weight: float,
+    count: int,
+    stride: int,
+    draw: Draw | None,
+    residual: Tensor | None,
+) -> None:
+    """Those sums into wires; see `segment_reference.reduce`."""
+    spans = _spans(segments, block_cpu.span_of(p, residual is not None))
+    arrays = (NONE, _flat(residual), *_views(wires), *_views(out))
+    block_cpu.run_encode(p, spans, arrays, (count, stride), weight, draw=_draw(draw), drop=True)
+    _tag_empty(out, segments)
+
+
+def onebit_encode(
+    x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None
+) -> None:
+    """As `encode`, one bit to an element; the threshold "mean" has no loop."""
+    if threshold == "mean":
+        segment_reference.onebit_encode(x, wire, segments, threshold, residual)
+        return
+    block = _block(segments)
+    arrays = (x.numpy(), _flat(residual), *NO_WIRES[::2], *_views(wire)[::2])
+    block_cpu.run_signs(_spans(segments, max(LONG_SPAN, block)), arrays, block, threshold, drop=True)
+    _tag_empty(wire, segments)
+
+
+def onebit_decode(
+    wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
+) -> None:
+    """As `decode`."""
+    block = _block(segments)
+    spans, arrays = _spans(segments, max(LONG_SPAN, block)), (out.numpy(), *_views(wires)[::2])
+    block_cpu.run_unsigned(spans, arrays, block, weight, (count, stride))
+
+
+def onebit_reduce(
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    threshold: str,
+    weight: float,
+    count: int,
+    stride: int,
+    residual: Tensor | None,
+) -> None:
+    """As `reduce`."""
+    if threshold == "mean":
+        segment_reference.onebit_reduce(wires, out, segments, threshold, weight, count, stride, residual)
+        return
+    block = _block(segments)
+    spans, arrays = _spans(segments, max(LONG_SPAN, block)), (*_views(wires)[::2], *_views(out)[::2])
+    held = (NONE, _flat(residual))
+    block_cpu.run_signs(spans, (*held, *arrays), block, threshold, (count, stride), weight, drop=True)
+    _tag_empty(out, segments)
+
+
+def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor:
+    """The pattern of each segment's largest |x (+ residual)|; NaN is the largest of all."""
+    spans = _spans(segments, LONG_SPAN)
+    source, held, found = x.numpy(), _flat(residual), np.zeros(spans.count, np.int32)
+    rest = (spans.work, spans.places, found)
+    block_cpu.spread(spans, lambda units: segment_loops.magnitudes(source, held, units, *rest))
+    largest = np.zeros(len(segments.plans), np.int32)
+    np.maximum.at(largest, spans.work[:, 0], found)
+    return torch.from_numpy(largest)
+
+
+# Tables
+
+
+def _spans(segments: Segments, span: int) -> Spans:
+    found = segments.known.get(("cpu", span))
+    if found is None:
+        found = segments.known["cpu", span] = _cut(segments, span)
+    return found
+
+
+def _cut(segments: Segments, span: int) -> Spans:
+    lists = zip(segments.plans, segments.starts, segments.held, segments.wires, strict=True)
+    lines = [block_cpu.place(plan, start, held, wire) for plan, start, held, wire in lists]
+    places = np.array(lines, np.int64).reshape(-1, 10)
+    places[:, 8], places[:, 9] = segments.tensors, segments.rows
+    numels = places[:, 3]
+    counts = -(-numels // span)
+    line = np.repeat(np.arange(len(numels)), counts)
+    start = (np.arange(line.size) - np.repeat(np.cumsum(counts) - counts, counts)) * span
+    work = np.ascontiguousarray(np.stack([line, start], axis=1))
+    ends = np.cumsum(np.minimum(span, numels[line] - start))
+    return Spans(places, work, line.size, span, segments.numel, ends)
+
+
+def _block(segments: Segments) -> int:
+    plan = segments.plans[0]
+    assert isinstance(plan, SignPlan)
+    return plan.block
+
+
+def _flat(residual: Tensor | None) -> Array:
+    return NONE if residual is None else residual.numpy()
+
+
+def _views(wire: Tensor) -> tuple[Array, Array, Array]:
+    """A buffer may end with bytes of something else."""
+    return block_cpu.views(wire if wire.numel() % 4 == 0 else wire[: wire.numel() // 4 * 4])
+
+
+def _draw(draw: Draw | None) -> tuple[Any, ...]:
+    if draw is None:
+        return NO_DRAW
+    words = (draw.seed & MASK32, draw.seed >> 32, draw.rank, draw.step & MASK32, draw.step >> 32)
+    return (True, *(np.uint64(word) for word in words))
+
+
+def _tag_empty(wire: Tensor, segments: Segments) -> None:
+    """A segment without elements has no span, but it has a tag."""
+    empty = segments.known.get("empty")
+    if empty is None:
+        found = [i for i, plan in enumerate(segments.plans) if not plan.numel]
+        empty = segments.known["empty"] = found
+    for i in empty:
+        segment_reference.empty(segment_reference.wire_of(wire, segments, i), segments.plans[i])

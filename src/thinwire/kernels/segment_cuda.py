@@ -1,0 +1,315 @@
+"""Segments on a CUDA GPU: one launch for all of them.
+
+What a launch needs beside the tensors is made when segments are first used, and kept with them. A program is
+tried against the reference before it is used (see `segment_trials`). Where it fails, and where a codec does
+not work tile by tile, segments go through the reference, or are summed first.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import block_cuda, segment_programs, segment_reference, segment_trials
+from thinwire.kernels.block_cuda import LARGEST_TILE, TILE, UNROLLED, _base, _constants, _lookup
+from thinwire.kernels.params import (
+    FILLED,
+    STOCHASTIC,
+    BlockParams,
+    Draw,
+    Segments,
+    SignPlan,
+    StepsParams,
+    WirePlan,
+)
+from thinwire.kernels.reference import MASK32
+from thinwire.kernels.segment_tables import Ready, make, step_of
+
+NO_WORDS = (0,) * 5
+UNSOUND: Any = object()  # in place of a program that must not be used
+
+
+# Block codecs
+
+
+def encode(
+    p: BlockParams,
+    x: Tensor,
+    wire: Tensor,
+    segments: Segments,
+    draw: Draw | None,
+    residual: Tensor | None,
+) -> None:
+    """Each segment into its wire; see `segment_reference.encode`."""
+    if p.mode == STOCHASTIC:
+        x = x.float()  # words for elements of 16 bits come in an order that Triton 3.6 does not get right
+    kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
+    ready = segments.known.get(("encode", p, kind))
+    if ready is None:
+        sound = segment_trials.encoding_holds(
+            p, kind, step_of(segments, vector=True, held=kind[2] is not None)
+        )
+        ready = encoder(p, kind, segments) if sound else UNSOUND
+        segments.known["encode", p, kind] = ready
+    if ready is UNSOUND:
+        segment_reference.encode(p, x, wire, segments, draw, residual)
+    else:
+        run_encode(ready, p, x, wire, segments, draw, residual)
+
+
+def encoder(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
+    """`kind`: dtype and alignment of x, alignment of the residual or None, device."""
+    dtype, _, held, _ = kind
+    rule = FILLED if block_cuda._needs_scales(p) else p.rule
+    codec, layout = _constants(p, rule, dtype.itemsize)
+    step = step_of(segments, vector=True, held=held is not None)
+    shape = {"STEP": step, "RESIDUAL": 0 if held is None else 2, "C": codec, "L": layout}
+    return make(segments, segment_programs.encode_kernel, shape, kind, partial(_lookup, p.element))
+
+
+def run_encode(
+    ready: Ready,
+    p: BlockParams,
+    x: Tensor,
+    wire: Tensor,
+    segments: Segments,
+    draw: Draw | None,
+    residual: Tensor | None,
+) -> None:
+    """One launch; blocks beyond a tile have their scales put into the wire before."""
+    if block_cuda._needs_scales(p):
+        _fill(p, x, wire, segments, residual)
+    held = x if residual is None else residual
+    ready.launch(x, held, *_base(wire, ready.compiled), *ready.tables, p.limit, *_words(draw))
+
+
+def decode(
+    p: BlockParams, wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
+) -> None:
+    """Weighted sums of wires; see `segment_reference.decode`."""
+    kind = (out.dtype, _aligned(out), count, out.device)
+    ready = segments.known.get(("decode", p, kind))
+    if ready is None:
+        sound = segment_trials.decoding_holds(p, kind, step_of(segments, vector=True))
+        ready = segments.known["decode", p, kind] = decoder(p, kind, segments) if sound else UNSOUND
+    if ready is UNSOUND:
+        segment_reference.decode(p, wires, out, segments, weight, count, stride)
+    else:
+        run_decode(ready, wires, out, weight, count, stride)
+
+
+def decoder(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
+    """`kind`: dtype and alignment of the result, the number of wires, device."""
+    codec, layout = _constants(p, FILLED, 0)
+    step = step_of(segments, vector=True)
+    shape = {"STEP": step, "COUNT": _unrolled(p, kind[2]), "C": codec, "L": layout}
+    values = lambda like: _lookup(p.element, like)[-1:]  # noqa: E731
+    return make(segments, segment_programs.decode_kernel, shape, kind, values)
+
+
+def run_decode(ready: Ready, wires: Tensor, out: Tensor, weight: float, count: int, stride: int) -> None:
+    """One launch, also for one bit."""
+    ready.launch(*_base(wires, ready.compiled), out, *ready.tables, stride >> 2, count, weight)
+
+
+def reduce(  # noqa: PLR0913
+    p: BlockParams,
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    weight: float,
+    count: int,
+    stride: int,
+    draw: Draw | None,
+    residual: Tensor | None,
+) -> None:
+    """Those sums into wires; see `segment_reference.reduce`."""
+    kind = (_aligned(residual), count, out.device)
+    ready = segments.known.get(("reduce", p, kind))
+    if ready is None:
+        fits = not block_cuda._needs_scales(p)
+        sound = fits and segment_trials.reduction_holds(p, kind, step_of(segments, held=residual is not None))
+        ready = segments.known["reduce", p, kind] = reducer(p, kind, segments) if sound else UNSOUND
+    if ready is UNSOUND:
+        total = torch.empty(segments.numel, device=out.device)
+        decode(p, wires, total, segments.packed, weight, count, stride)
+        if residual is None:
+            total += 0.0  # a sum that starts from zero is never a negative zero
+        encode(p, total, out, segments.packed, draw, residual)
+    else:
+        run_reduce(ready, wires, out, residual, (stride >> 2, count, p.limit, weight, *_words(draw)))
+
+
+def reducer(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
+    """`kind`: alignment of the residual or None, the number of wires, device."""
+    held, count, _ = kind
+    codec, layout = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
+    step, feedback = step_of(segments, held=held is not None), 0 if held is None else 2
+    shape = {"STEP": step, "RESIDUAL": feedback, "COUNT": _unrolled(p, count), "C": codec, "L": layout}
+    return make(segments, segment_programs.reduce_kernel, shape, kind, partial(_lookup, p.element))
+
+
+def run_reduce(
+    ready: Ready, wires: Tensor, out: Tensor, residual: Tensor | None, numbers: tuple[float, ...]
+) -> None:
+    """One launch, also for one bit."""
+    held = out if residual is None else residual
+    there = (*_base(wires, ready.compiled), *_base(out, ready.compiled), held)
+    ready.launch(*there, *ready.tables, *numbers)
+
+
+def _unrolled(p: BlockParams | None, count: int) -> int:
+    """Wires that are read without a loop; 0: with one. Tables take registers."""
+    tables = p is not None and isinstance(p.element, StepsParams)
+    return count if count <= UNROLLED and not tables else 0
+
+
+# One bit
+
+
+def onebit_encode(
+    x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None
+) -> None:
+    """As `encode`; the threshold "mean", and blocks beyond a tile, go through the reference."""
+    kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
+    ready = segments.known.get(("signs", threshold, kind))
+    if ready is None:
+        step = step_of(segments, vector=True, held=residual is not None)
+        sound = _in_tiles(segments, threshold) and segment_trials.signs_hold(_plan(segments), kind, step)
+        ready = signer(kind, segments) if sound else UNSOUND
+        segments.known["signs", threshold, kind] = ready
+    if ready is UNSOUND:
+        segment_reference.onebit_encode(x, wire, segments, threshold, residual)
+    else:
+        run_signs(ready, x, wire, residual)
+
+
+def signer(kind: tuple[Any, ...], segments: Segments) -> Ready:
+    """As `encoder`."""
+    plan, held = _plan(segments), kind[2] is not None
+    step = step_of(segments, vector=True, held=held)
+    shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": 2 if held else 0, "L": _signs(plan)}
+    return make(segments, segment_programs.onebit_encode_kernel, shape, kind)
+
+
+def run_signs(ready: Ready, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
+    """One launch."""
+    held = x if residual is None else residual
+    ready.launch(x, held, *_base(wire, ready.compiled), *ready.tables)
+
+
+def onebit_decode(
+    wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
+) -> None:
+    """As `decode`."""
+    kind = (out.dtype, _aligned(out), count, out.device)
+    ready = segments.known.get(("unsigned", kind))
+    if ready is None:
+        sound = segment_trials.unsigned_hold(_plan(segments), kind, step_of(segments, vector=True))
+        ready = segments.known["unsigned", kind] = unsigner(kind, segments) if sound else UNSOUND
+    if ready is UNSOUND:
+        segment_reference.onebit_decode(wires, out, segments, weight, count, stride)
+    else:
+        run_decode(ready, wires, out, weight, count, stride)
+
+
+def unsigner(kind: tuple[Any, ...], segments: Segments) -> Ready:
+    """As `decoder`."""
+    plan, step = _plan(segments), step_of(segments, vector=True)
+    layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0, 1)
+    shape = {"STEP": step, "SCALED": plan.low_at < 0, "COUNT": _unrolled(None, kind[2]), "BLOCK": plan.block}
+    return make(segments, segment_programs.onebit_decode_kernel, {**shape, "L": layout}, kind)
+
+
+def onebit_reduce(
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    threshold: str,
+    weight: float,
+    count: int,
+    stride: int,
+    residual: Tensor | None,
+) -> None:
+    """As `reduce`."""
+    kind = (_aligned(residual), count, out.device)
+    ready = segments.known.get(("resigned", threshold, kind))
+    if ready is None:
+        step = step_of(segments, held=residual is not None)
+        sound = _in_tiles(segments, threshold) and segment_trials.signs_reduce(_plan(segments), kind, step)
+        ready = resigner(kind, segments) if sound else UNSOUND
+        segments.known["resigned", threshold, kind] = ready
+    if ready is UNSOUND:
+        total = torch.empty(segments.numel, device=out.device)
+        onebit_decode(wires, total, segments.packed, weight, count, stride)
+        if residual is None:
+            total += 0.0
+        onebit_encode(total, out, segments.packed, threshold, residual)
+    else:
+        run_reduce(ready, wires, out, residual, (stride >> 2, count, weight))
+
+
+def resigner(kind: tuple[Any, ...], segments: Segments) -> Ready:
+    """As `reducer`."""
+    plan, held = _plan(segments), kind[0] is not None
+    step, feedback = step_of(segments, held=held), 2 if held else 0
+    shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": feedback, "COUNT": _unrolled(None, kind[1])}
+    return make(segments, segment_programs.onebit_reduce_kernel, {**shape, "L": _signs(plan)}, kind)
+
+
+def _in_tiles(segments: Segments, threshold: str) -> bool:
+    return threshold != "mean" and _plan(segments).block <= LARGEST_TILE
+
+
+def _signs(plan: SignPlan) -> tuple[int, ...]:
+    return (8, 8, 1, max(TILE, plan.block), plan.block, 1)
+
+
+def _plan(segments: Segments) -> SignPlan:
+    """Any segment's: their blocks, and what is in their wires, are alike."""
+    plan = segments.plans[0]
+    assert isinstance(plan, SignPlan)
+    return plan
+
+
+# Magnitudes, and blocks that do not fit into a program
+
+
+def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor:
+    """The pattern of each segment's largest |x (+ residual)|; NaN is the largest of all."""
+    found = torch.zeros(len(segments.plans), dtype=torch.int32, device=x.device)
+    kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
+    ready = segments.known.get(("magnitudes", kind))
+    if ready is None:
+        step = step_of(segments, vector=True, held=residual is not None)
+        shape = {"STEP": step, "RESIDUAL": residual is not None, "L": (1, 32, 1, LARGEST_TILE, 0, 1)}
+        ready = make(segments, segment_programs.magnitudes_kernel, shape, kind)
+        segments.known["magnitudes", kind] = ready
+    ready.launch(x, x if residual is None else residual, found, *ready.tables)
+    return found
+
+
+def _fill(p: BlockParams, x: Tensor, wire: Tensor, segments: Segments, residual: Tensor | None) -> None:
+    """Scales of large blocks into the wires, segment by segment."""
+    for i, plan in enumerate(segments.plans):
+        if plan.numel:
+            assert isinstance(plan, WirePlan)
+            row = segment_reference.row_of(x, segments.starts[i], plan.numel)
+            held = segment_reference.held_of(residual, segments, i)
+            u = row.float() if held is None else row.float() + held
+            block_cuda._fill(p, u, segment_reference.wire_of(wire, segments, i), plan)
+
+
+# Arguments
+
+
+def _aligned(x: Tensor | None) -> bool | None:
+    return None if x is None else x.data_ptr() % 16 == 0
+
+
+def _words(draw: Draw | None) -> tuple[int, ...]:
+    if draw is None:
+        return NO_WORDS
+    words = (draw.seed & MASK32, draw.seed >> 32, draw.step & MASK32, draw.step >> 32, draw.rank)
+    return tuple(word - (word >> 31 << 32) for word in words)

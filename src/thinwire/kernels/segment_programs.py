@@ -1,0 +1,296 @@
+# mypy: ignore-errors
+"""The GPU programs of segments, in Triton: those of rows, which take their places from a table.
+
+`tiles` has a number for each program: its segment in the lower half, the tile of the segment in the upper.
+`table` has a line of numbers for each segment:
+
+    start, held, wire, numel, scales, extra, tag_at, tag, tensor, row
+
+Starts count steps of STEP elements, which tells the compiler how well they are aligned; places in wires count
+words. Of one-bit wires, `scales` and `extra` are what a 0 and what a 1 stands for.
+
+In here `place` is (numel, start, left, scales_at, extra_at, tag_at, tag): of the segment, the first element of the
+tile and how many are left from there, and bytes of the wire; `wires` is (the first, bytes from one to the next, how
+many).
+"""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.block_programs import (
+    _encode,
+    _finish,
+    _GRID,
+    _load,
+    _load_floats,
+    _offsets,
+    _onebit_decode,
+    _onebit_encode,
+    _philox_wide,
+    _STOCHASTIC,
+    _store,
+)
+from thinwire.kernels.segment_sum_programs import _sum
+
+_FIELDS = tl.constexpr(10)
+_START, _HELD, _WIRE, _NUMEL, _SCALES, _EXTRA, _TAG_AT, _TAG, _TENSOR, _ROW = (tl.constexpr(i) for i in range(10))
+
+
+# Where a program works
+
+
+@triton.jit
+def _place(table, tiles, TILE: tl.constexpr):
+    """The segment's line, and the program's place."""
+    tile = tl.load(tiles + tl.program_id(0))
+    line = table + (tile & 0xFFFFFFFF) * _FIELDS
+    start = (tile >> 32) * TILE
+    numel = tl.load(line + _NUMEL)
+    left = tl.minimum(numel - start, TILE + 1).to(tl.int32)
+    scales_at, extra_at, tag_at = tl.load(line + _SCALES) * 4, tl.load(line + _EXTRA) * 4, tl.load(line + _TAG_AT) * 4
+    return line, (numel, start, left, scales_at, extra_at, tag_at, tl.load(line + _TAG).to(tl.int32))
+
+
+@triton.jit
+def _elements(x, line, place, FIELD: tl.constexpr, STEP: tl.constexpr):
+    """Where the tile's elements are, of the vector or of the residuals."""
+    return x + (tl.load(line + FIELD) * STEP + place[1])
+
+
+@triton.jit
+def _wire(wire, wire_at, line):
+    return wire + (tl.load(line + _WIRE) + wire_at) * 4
+
+
+@triton.jit
+def _key(line, draw, RANDOM: tl.constexpr):
+    """The row of the segment's stream and the stream's key: one call keyed by the seed, counted by the rest."""
+    if RANDOM:
+        seed0, seed1, step0, step1, rank = draw
+        tensor = tl.load(line + _TENSOR).to(tl.uint32)
+        k0, k1, k2, k3 = _philox_wide(
+            step0.to(tl.uint32), step1.to(tl.uint32), seed0.to(tl.uint32), seed1.to(tl.uint32), tensor, rank.to(tl.uint32)
+        )
+        return tl.load(line + _ROW), k0, k1, k2, k3
+    else:
+        return draw
+
+
+@triton.jit
+def _taken(x, residual, left, RESIDUAL: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    """The vector, and what is still owed."""
+    at = _offsets(L)
+    u = _load_floats(x + at, at < left, FULL)
+    if RESIDUAL:
+        u = u + _load(residual + at, at < left, FULL)
+    return u
+
+
+@triton.jit
+def _rest(u, residual, left, RESIDUAL: tl.constexpr, ZEROS: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    """A sum, and what is still owed; without feedback a sum starts from zero, so it is never a negative zero.
+
+    ZEROS: whether anybody can tell.
+    """
+    at = _offsets(L)
+    if RESIDUAL:
+        u = u + _load(residual + at, at < left, FULL)
+    elif ZEROS:
+        u = u + 0.0
+    if not FULL:
+        u = tl.where(at < left, u, 0.0)
+    return u
+
+
+# Block codecs
+
+
+@triton.jit
+def _put(
+    u, residual, wire, tables, place, limit, key, RESIDUAL: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    numel, start, left, scales_at, extra_at, _, _ = place
+    _encode(u, residual, wire, tables, numel, start, left, scales_at, extra_at, limit, key, RESIDUAL, C, L, FULL)
+
+
+@triton.jit
+def _end(wire, place, C: tl.constexpr):
+    numel, _, _, scales_at, _, tag_at, tag = place
+    _finish(wire, numel, scales_at, tag_at, tag, C)
+
+
+@triton.jit(do_not_specialize=["wire_at", "limit", "seed0", "seed1", "step0", "step1", "rank"])
+def encode_kernel(
+    x, residual, wire, wire_at, table, tiles, index, starts, codes, pairs, values, limit, seed0, seed1, step0, step1, rank,
+    STEP: tl.constexpr, RESIDUAL: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    tables = (index, starts, codes, pairs, values)
+    line, place = _place(table, tiles, TILE)
+    x, residual = _elements(x, line, place, _START, STEP), _elements(residual, line, place, _HELD, STEP)
+    wire = _wire(wire, wire_at, line)
+    key = _key(line, (seed0, seed1, step0, step1, rank), C[2] == _STOCHASTIC)
+    if place[2] >= TILE:
+        u = _taken(x, residual, place[2], RESIDUAL, L, True)
+        _put(u, residual, wire, tables, place, limit, key, RESIDUAL, C, L, True)
+    else:
+        u = _taken(x, residual, place[2], RESIDUAL, L, False)
+        _put(u, residual, wire, tables, place, limit, key, RESIDUAL, C, L, False)
+    if place[2] <= TILE:
+        _end(wire, place, C)
+
+
+@triton.jit(do_not_specialize=["wires_at", "stride", "count", "weight"])
+def decode_kernel(
+    wires, wires_at, out, table, tiles, values, stride: tl.int64, count, weight, STEP: tl.constexpr, COUNT: tl.constexpr,
+    C: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    tables = (values, values, values, values, values)
+    line, place = _place(table, tiles, TILE)
+    out = _elements(out, line, place, _START, STEP)
+    wires = (_wire(wires, wires_at, line), stride.to(tl.int64) * 4, count)
+    at = _offsets(L)
+    if place[2] >= TILE:
+        _store(out + at, _sum(wires, tables, place, weight, COUNT, C, L, True), at < place[2], True)
+    else:
+        _store(out + at, _sum(wires, tables, place, weight, COUNT, C, L, False), at < place[2], False)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "wires_at", "wire_at", "stride", "count", "limit", "weight", "seed0", "seed1", "step0", "step1", "rank",
+    ]
+)  # fmt: skip
+def reduce_kernel(
+    wires, wires_at, wire, wire_at, residual, table, tiles, index, starts, codes, pairs, values, stride: tl.int64, count,
+    limit, weight, seed0, seed1, step0, step1, rank, STEP: tl.constexpr, RESIDUAL: tl.constexpr, COUNT: tl.constexpr,
+    C: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    tables = (index, starts, codes, pairs, values)
+    line, place = _place(table, tiles, TILE)
+    residual = _elements(residual, line, place, _HELD, STEP)
+    wires = (_wire(wires, wires_at, line), stride.to(tl.int64) * 4, count)
+    wire = _wire(wire, wire_at, line)
+    key = _key(line, (seed0, seed1, step0, step1, rank), C[2] == _STOCHASTIC)
+    if place[2] >= TILE:
+        u = _rest(_sum(wires, tables, place, weight, COUNT, C, L, True), residual, place[2], RESIDUAL, C[0] != _GRID, L, True)
+        _put(u, residual, wire, tables, place, limit, key, RESIDUAL, C, L, True)
+    else:
+        u = _rest(_sum(wires, tables, place, weight, COUNT, C, L, False), residual, place[2], RESIDUAL, C[0] != _GRID, L, False)
+        _put(u, residual, wire, tables, place, limit, key, RESIDUAL, C, L, False)
+    if place[2] <= TILE:
+        _end(wire, place, C)
+
+
+# Largest magnitudes
+
+
+@triton.jit
+def _largest(u, found):
+    magnitude = u.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(found, tl.max(tl.max(magnitude, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def magnitudes_kernel(x, residual, found, table, tiles, STEP: tl.constexpr, RESIDUAL: tl.constexpr, L: tl.constexpr):
+    """Into zeros, since tiles of a segment meet there; a maximum does not depend on their order."""
+    TILE: tl.constexpr = L[3]
+    line, place = _place(table, tiles, TILE)
+    x, residual = _elements(x, line, place, _START, STEP), _elements(residual, line, place, _HELD, STEP)
+    found += tl.load(tiles + tl.program_id(0)) & 0xFFFFFFFF
+    if place[2] >= TILE:
+        _largest(_taken(x, residual, place[2], RESIDUAL, L, True), found)
+    else:
+        _largest(_taken(x, residual, place[2], RESIDUAL, L, False), found)
+
+
+# One bit to an element
+
+
+@triton.jit
+def _put_signs(u, residual, wire, place, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    numel, start, left, low_at, high_at, _, _ = place
+    _onebit_encode(u, residual, wire, numel, start, left, low_at, high_at, SCALED, RESIDUAL, L, FULL)
+
+
+@triton.jit
+def _put_tag(wire, place):
+    tl.store((wire + place[5]).to(tl.pointer_type(tl.int32)), place[6])
+
+
+@triton.jit(do_not_specialize=["wire_at"])
+def onebit_encode_kernel(
+    x, residual, wire, wire_at, table, tiles, STEP: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
+    L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    line, place = _place(table, tiles, TILE)
+    x, residual = _elements(x, line, place, _START, STEP), _elements(residual, line, place, _HELD, STEP)
+    wire = _wire(wire, wire_at, line)
+    if place[2] >= TILE:
+        _put_signs(_taken(x, residual, place[2], RESIDUAL, L, True), residual, wire, place, SCALED, RESIDUAL, L, True)
+    else:
+        _put_signs(_taken(x, residual, place[2], RESIDUAL, L, False), residual, wire, place, SCALED, RESIDUAL, L, False)
+    if place[2] <= TILE:
+        _put_tag(wire, place)
+
+
+@triton.jit
+def _one_of_signs(wire, place, weight, SCALED: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    numel, start, left, low_at, high_at, tag_at, tag = place
+    return _onebit_decode(wire, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED, BLOCK, L, FULL)
+
+
+@triton.jit
+def _sum_signs(
+    wires, place, weight, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    wire, stride, count = wires
+    u = _one_of_signs(wire, place, weight, SCALED, BLOCK, L, FULL)
+    if COUNT > 0:
+        for k in tl.static_range(1, COUNT):
+            u += _one_of_signs(wire + stride * k, place, weight, SCALED, BLOCK, L, FULL)
+    else:
+        for k in range(1, count):
+            u += _one_of_signs(wire + stride * k, place, weight, SCALED, BLOCK, L, FULL)
+    return u
+
+
+@triton.jit(do_not_specialize=["wires_at", "stride", "count", "weight"])
+def onebit_decode_kernel(
+    wires, wires_at, out, table, tiles, stride: tl.int64, count, weight, STEP: tl.constexpr, SCALED: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    line, place = _place(table, tiles, TILE)
+    out = _elements(out, line, place, _START, STEP)
+    wires = (_wire(wires, wires_at, line), stride.to(tl.int64) * 4, count)
+    at = _offsets(L)
+    if place[2] >= TILE:
+        _store(out + at, _sum_signs(wires, place, weight, COUNT, SCALED, BLOCK, L, True), at < place[2], True)
+    else:
+        _store(out + at, _sum_signs(wires, place, weight, COUNT, SCALED, BLOCK, L, False), at < place[2], False)
+
+
+@triton.jit(do_not_specialize=["wires_at", "wire_at", "stride", "count", "weight"])
+def onebit_reduce_kernel(
+    wires, wires_at, wire, wire_at, residual, table, tiles, stride: tl.int64, count, weight, STEP: tl.constexpr,
+    SCALED: tl.constexpr, RESIDUAL: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = L[3]
+    line, place = _place(table, tiles, TILE)
+    residual = _elements(residual, line, place, _HELD, STEP)
+    wires = (_wire(wires, wires_at, line), stride.to(tl.int64) * 4, count)
+    wire = _wire(wire, wire_at, line)
+    if place[2] >= TILE:
+        u = _rest(_sum_signs(wires, place, weight, COUNT, SCALED, 0, L, True), residual, place[2], RESIDUAL, False, L, True)
+        _put_signs(u, residual, wire, place, SCALED, RESIDUAL, L, True)
+    else:
+        u = _rest(_sum_signs(wires, place, weight, COUNT, SCALED, 0, L, False), residual, place[2], RESIDUAL, False, L, False)
+        _put_signs(u, residual, wire, place, SCALED, RESIDUAL, L, False)
+    if place[2] <= TILE:
+        _put_tag(wire, place)

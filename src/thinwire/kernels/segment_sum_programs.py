@@ -1,0 +1,167 @@
+# mypy: ignore-errors
+"""Sums of wires on a GPU, in Triton: a reduction is bound by instructions, not by memory.
+
+An element of a wire takes a multiplication and an addition, which nothing can spare. What is left to choose is how a
+code becomes a number. Whole tiles go one of these ways, see `way_of`:
+
+- BITS: an integer of 2 or 4 bits is put into the last places of a large float, from which a subtraction, exactly,
+  leaves the integer. Codes need not be shifted: the float's exponent makes up for where in the word they are.
+- LANES: a format of 4 bits has 16 numbers. Each thread of a warp holds one, and a shuffle looks it up; it does not
+  mind what is above the code.
+- NATIVE: the processor converts its own 8-bit floats.
+
+The end of a segment, other formats and Triton's interpreter go by codes, as in `block_programs`. All ways give the
+same numbers and round alike: the product once, the sum once.
+"""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.block_programs import (
+    _blocks,
+    _byte_offsets,
+    _get_codes,
+    _get_scale,
+    _INTERPRETED,
+    _load,
+    _NAN,
+    _offsets,
+    _scalar,
+    _spread,
+    _to_values,
+    FLOAT,
+    GRID,
+)
+
+CODES, BITS, LANES, E4M3FN, E5M2 = range(5)
+_CODES, _BITS, _LANES, _E4M3FN, _E5M2 = (tl.constexpr(way) for way in range(5))
+_FOUR = tl.constexpr("=r,=r,=r,=r,r")
+_FOUR_AND_ONE = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+
+
+@triton.constexpr_function
+def way_of(C):
+    """How a codec's codes become numbers."""
+    family, format, bits = C[0], C[1], C[7]
+    if _INTERPRETED.value:
+        return CODES
+    if family == GRID and bits in (2, 4) and format[1] == 1.0:
+        return BITS
+    if bits == 4:
+        return LANES
+    if family == FLOAT and bits == 8:
+        man, low, largest, _, negative_zero = format[:5]
+        found = {(3, 121, 126, 1): E4M3FN, (2, 113, 123, 1): E5M2}
+        return found.get((man, low, largest, negative_zero), CODES) if not format[12] else CODES
+    return CODES
+
+
+@triton.constexpr_function
+def bits_text(part, place, signed):
+    """Four bytes in a register to four integers as floats: `part` bits from bit `place` of each byte."""
+    half = 1 << (part - 1) if signed else 0
+    lines = ["{ .reg .b32 s, t; shr.u32 s, $4, 12;"]
+    for byte in range(4):
+        at, source = 8 * byte + place, "$4"
+        if at + part > 23:
+            at, source = at - 12, "s"
+        zero = (150 - at) << 23 | half << at  # 2**(23 - at) + half: the last place of it that counts ones is here
+        mask = ((1 << part) - 1) << at
+        lines.append(f"lop3.b32 t, {source}, {mask}, {zero}, 0x6A;")  # source & mask ^ zero
+        lines.append(f"add.rn.f32 ${byte}, t, 0f{zero | 1 << 31:08X};")
+    return " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def lanes_text(place):
+    """Four bytes in a register to what the threads hold whose numbers are in the bits from `place` on."""
+    lines = ["{ .reg .b32 t;"]
+    for byte in range(4):
+        at = 8 * byte + place
+        lines.append(f"shr.u32 t, $4, {at}; shfl.sync.idx.b32 ${byte}, $5, t, 0x1f, 0xffffffff;")
+    return " ".join(lines) + " }"
+
+
+@triton.jit
+def _lane_value(tables, C: tl.constexpr):
+    """What a thread's number stands for, if it is a code of 4 bits; in each thread another."""
+    lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [tl.program_id(0)], tl.int32, True, 1) & 15
+    return _to_values(lane, tables, C)
+
+
+@triton.jit
+def _parts(packed, value, PART: tl.constexpr, WAY: tl.constexpr, SIGNED: tl.constexpr, PLACE: tl.constexpr):
+    """The numbers of one place in every byte."""
+    if WAY == _BITS:
+        return tl.inline_asm_elementwise(bits_text(PART, PLACE, SIGNED), _FOUR, [packed], tl.float32, True, 4)
+    else:
+        return tl.inline_asm_elementwise(lanes_text(PLACE), _FOUR_AND_ONE, [packed, value], tl.float32, True, 4)
+
+
+@triton.jit
+def _quick_values(section, value, C: tl.constexpr, L: tl.constexpr):
+    """A whole tile's numbers, [COLUMNS, PARTS * SPLIT]."""
+    WAY: tl.constexpr = way_of(C)
+    FORMAT: tl.constexpr = C[1]
+    PART: tl.constexpr = C[7]
+    SPLIT: tl.constexpr = L[0]
+    WIDTH: tl.constexpr = L[1]
+    PARTS: tl.constexpr = L[2]
+    TILE: tl.constexpr = L[3]
+    COLUMNS: tl.constexpr = TILE // (PARTS * SPLIT)
+    if PART == 8:
+        kind = tl.float8e4nv if WAY == _E4M3FN else tl.float8e5
+        return tl.load(section + _offsets(L)).to(kind, bitcast=True).to(tl.float16).to(tl.float32)
+    else:
+        WIDE: tl.constexpr = 8 // PART
+        SIGNED: tl.constexpr = WAY == _BITS and FORMAT[2] < 0
+        at, _ = _byte_offsets(WIDE, L)
+        packed = tl.load(section + at)
+        values = tl.join(_parts(packed, value, PART, WAY, SIGNED, 0), _parts(packed, value, PART, WAY, SIGNED, 8 // WIDE * (WIDE // 2)))
+        if WIDE == 4:
+            others = tl.join(_parts(packed, value, PART, WAY, SIGNED, 2), _parts(packed, value, PART, WAY, SIGNED, 6))
+            values = tl.reshape(tl.permute(tl.join(values, others), (0, 1, 2, 3, 4)), (COLUMNS, PARTS, SPLIT // WIDE, WIDE))
+        ROWS: tl.constexpr = 64 // (WIDE * WIDTH)  # runs in a row of a group
+        if ROWS > 1:
+            values = tl.permute(tl.reshape(values, (COLUMNS, PARTS, SPLIT // (WIDE * ROWS), ROWS, WIDE)), (0, 1, 2, 4, 3))
+        return tl.reshape(values, (COLUMNS, PARTS * SPLIT))
+
+
+@triton.jit
+def _one(wire, tables, value, place, weight, C: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    """The tile's weighted values; NaN if the wire has another tag."""
+    numel, start, left, scales_at, extra_at, tag_at, tag = place
+    STORE: tl.constexpr = C[4]
+    AFFINE: tl.constexpr = C[5]
+    BLOCK: tl.constexpr = C[6]
+    PART: tl.constexpr = C[7]
+    at, mask = _blocks(start, left, BLOCK, L)
+    known = tl.load((wire + tag_at).to(tl.pointer_type(tl.int32))) == tag
+    weight = tl.where(known, weight, _scalar(_NAN).to(tl.float32, bitcast=True))
+    scale = _get_scale(wire + scales_at, wire + extra_at, at, mask, STORE, FULL) * weight
+    if FULL and way_of(C) != _CODES:
+        values = _quick_values(wire + start * PART // 8, value, C, L)
+    else:
+        values = _to_values(_get_codes(wire, numel, start, left, PART, L, FULL), tables, C)
+    values = values * _spread(scale, L)
+    if AFFINE:
+        base = _load((wire + extra_at).to(tl.pointer_type(tl.float32)) + at, mask, FULL) * weight
+        values = values + _spread(base, L)
+    return values
+
+
+@triton.jit
+def _sum(wires, tables, place, weight, COUNT: tl.constexpr, C: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    """The weighted sum of a tile's wires, in order; the first is taken as it is. COUNT 0: not unrolled."""
+    wire, stride, count = wires
+    value = weight
+    if FULL and way_of(C) == _LANES:
+        value = _lane_value(tables, C)
+    u = _one(wire, tables, value, place, weight, C, L, FULL)
+    if FULL and COUNT > 0:
+        for k in tl.static_range(1, COUNT):
+            u += _one(wire + stride * k, tables, value, place, weight, C, L, FULL)
+    else:
+        for k in range(1, count):
+            u += _one(wire + stride * k, tables, value, place, weight, C, L, FULL)
+    return u

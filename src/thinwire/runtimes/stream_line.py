@@ -1,0 +1,197 @@
+"""Jobs on the ranks of an NCCL group: a call is put on streams and returns; the host waits for nothing.
+
+Every piece of a call has a stream and buffers of its own, and `WINDOW` of them take turns: while one is on
+the wire, the next is encoded and the one before is decoded. A stream runs what it is given in order, so
+buffers are used again without a look at the device. Exchanges go to the user's own group, in the order of
+calls, as those of torch do: calls of all ranks must come in the same order.
+
+    current stream   ... gradients ready |                                        | waits for the result
+    stream 0                             | encode 0 ..... add up 0 ..... decode 0 |
+    stream 1                             |  encode 1 ..... add up 1 ..... decode 1 |
+    NCCL's stream                        |     exchange 0 | exchange 1 | 0 | 1     |
+
+A new call is compared between ranks through the group's store, before anything is put on a stream. What
+becomes of calls under way is watched by a thread (see `watch`).
+"""
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from thinwire.clock import Clock, is_recording
+from thinwire.errors import CommError
+from thinwire.runtimes.group_line import GroupLine, timeout_of
+from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, drive, run_alone
+from thinwire.runtimes.nccl import Nccl
+from thinwire.runtimes.talk import Talk
+from thinwire.runtimes.watch import GRACE_S, Watch
+from thinwire.runtimes.work import Letter, StreamWork, Work
+from thinwire.schedules import Buffers, Request
+
+WINDOW = 2  #: pieces in flight, each with buffers of its own
+TOGETHER = 1 << 24  #: elements that travel together
+RANDOM = (
+    "{call} rounds at random, and a CUDA graph would repeat the same random numbers at every replay; "
+    "record a codec that rounds to nearest, or call it outside of the graph"
+)
+NEW = "{call} is recorded into a CUDA graph before it was ever run; call it once before recording"
+
+
+class StreamLine(GroupLine):
+    """The order of jobs on an NCCL group."""
+
+    together = TOGETHER
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.transport, self.talks_on = Nccl(group), self.device
+        timeout = timeout_of(group, "cuda")
+        self._talk = Talk(group.get_group_store(), self.rank, self.world, timeout)
+        self._watch = Watch(self._talk, self._alarm, group.abort)
+        self._pool = [Buffers(torch.cuda.Stream(self.device, priority=-1)) for _ in range(WINDOW)]
+        self._apart: list[Buffers] = []
+        group._get_backend(self.device)._set_default_timeout(timeout + timedelta(seconds=GRACE_S))
+
+    def run(self, job: Job) -> None:
+        """Put it on streams; the current stream waits for it, the host does not."""
+        self._enqueue(job)
+
+    def submit(self, job: Job) -> Work:
+        """The same, but the current stream goes on."""
+        return self._enqueue(job, joins=False)
+
+    def run_apart(self, job: Job, number: int) -> None:
+        """A message between two ranks, on the current stream."""
+        del number
+        self._check()
+        drive(job, functools.partial(_post, self.transport, job.clock, job.device), self._apart)
+
+    def submit_apart(self, job: Job, number: int) -> Letter:
+        del number
+        self._check()
+        flights = Flights(self._apart)
+        for piece, start in enumerate(job.starts()):
+            flights.launch(start, functools.partial(_post, self.transport, job.clock, job.device), piece)
+        return Letter(job, flights)
+
+    def stop(self) -> None:
+        self._watch.stop()
+
+    def leave(self) -> None:
+        self._watch.stop()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (*self._pool, *self._apart))
+
+    def _enqueue(self, job: Job, *, joins: bool = True) -> StreamWork:
+        """All of a job onto the line's streams, behind what is on the current one."""
+        self._check()
+        self.number += 1
+        recording = is_recording(job.device)
+        if recording:
+            self._check_recorded(job)
+        else:
+            self._greet(job.call, self.number)
+        current = torch.cuda.current_stream(self.device)
+        ready = current.record_event()
+        try:
+            last = self._put(job, ready)
+            done = last.record_event()
+        except BaseException as error:
+            self.broken = f"{job.call} failed on rank {self.rank}: {error}"
+            raise
+        finally:
+            torch.cuda.set_stream(current)
+        work = StreamWork(job.result, last, done)
+        if joins or recording:
+            work.wait()
+        if not recording and self.world > 1:
+            work.entry = self._watch.add(self.number, job.call, done, None if joins else job)
+        return work
+
+    def _put(self, job: Job, ready: torch.cuda.Event) -> torch.cuda.Stream:
+        """The pieces of a job, in turns; the stream on which all of it ends."""
+        post = functools.partial(_post, self.transport, job.clock, job.device)
+        used: dict[torch.cuda.Stream, None] = {}
+        if job.agreement is not None:
+            first = self._stream(0)
+            self._begin(first, ready)
+            run_alone(job.agreement, post, AGREEMENT)
+            ready = first.record_event()
+            used[first] = None
+        flights = Flights(self._pool, WINDOW, on_stream)
+        for piece, start in enumerate(job.starts()):
+            while flights.full:
+                flights.resume()
+            stream = self._stream(0)
+            self._begin(stream, ready)
+            used[stream] = None
+            flights.launch(start, post, piece)
+        while flights:
+            flights.resume()
+        last = self._stream(0)
+        self._begin(last, ready)
+        for stream in used:
+            if stream != last:
+                last.wait_event(stream.record_event())
+        if job.after is not None:
+            job.after()
+        return last
+
+    def _begin(self, stream: torch.cuda.Stream, ready: torch.cuda.Event) -> None:
+        stream.wait_event(ready)
+        torch.cuda.set_stream(stream)
+
+    def _stream(self, place: int) -> torch.cuda.Stream:
+        """Of the buffers that come next."""
+        stream = self._pool[place].stream
+        assert stream is not None
+        return stream
+
+    def _check_recorded(self, job: Job) -> None:
+        if job.call.random:
+            raise CommError(RANDOM.format(call=job.call))
+        if job.call not in self._known and self.world > 1:
+            raise CommError(NEW.format(call=job.call))
+
+    def _greet(self, call: Call, number: int) -> None:
+        self._talk.doing = f"call {number}, {call}" if self._greets(call) else f"the end of call {number}"
+        super()._greet(call, number)
+
+    def _everyone(self, said: bytes, number: int, what: int) -> list[bytes]:
+        return self._talk.everyone(said, number, what, lambda: self.broken)
+
+    def _alarm(self, said: str) -> None:
+        """The time is up for a call under way, here or on another rank: nothing can follow."""
+        self.broken = said
+
+
+def on_stream(buffers: Buffers) -> None:
+    """Go on where these buffers are used."""
+    if buffers.stream is not None:
+        torch.cuda.set_stream(buffers.stream)
+
+
+def _post(
+    transport: Nccl, clock: Clock | None, device: torch.device, request: Request, piece: int, exchange: int
+) -> Pending:
+    del piece, exchange
+    began = clock.start(device) if clock is not None else None
+    pending = transport.post(request)
+    return pending if clock is None or began is None else _Timed(pending.wait, clock, began)
+
+
+class _Timed:
+    """An exchange whose time on the wire is counted from when it may begin."""
+
+    def __init__(self, wait: Callable[[], None], clock: Clock, began: object) -> None:
+        self._wait, self._clock, self._began = wait, clock, began
+
+    def wait(self) -> None:
+        self._wait()
+        self._clock.stop("wire", self._began)  # type: ignore[arg-type]
