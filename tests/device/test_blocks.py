@@ -336,7 +336,7 @@ def test_words_are_those_of_the_stream(row, width):
     numel = 33 * 512
     u, out = torch.randn(1024, device=DEVICE), torch.empty(1024, dtype=torch.int32, device=DEVICE)
     signed = [word - (word >> 31 << 32) for word in KEY]
-    constants = {"C": (0, (), STOCHASTIC, 0, 0, False, 0, 8), "L": (64 // width, width, 4, 1024, 0)}
+    constants = {"C": (0, (), STOCHASTIC, 0, 0, False, 0, 8, False), "L": (64 // width, width, 4, 1024, 0, 1)}
     words_kernel[(1,)](u, out, row, numel, *signed, **constants, num_warps=1)
     first = row * (-(-numel // 512)) * 128 + 256
     words = reference.philox(torch.arange(first, first + 256), KEY)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.lab import Lab, LabError, clean, namespaces, probe
+from thinwire.lab import Lab, LabError, clean, namespaces, probe, tools
 
 TRANSFER_NBYTES = 4_000_000
 TRANSFER = f"""
@@ -306,3 +306,30 @@ def test_clean_removes_what_a_killed_lab_left_and_nothing_else():
         finally:
             alive.terminate()
     assert owned_by(alive.pid) == []
+
+
+def test_a_lab_is_made_by_programs_that_were_brought_along(tmp_path, monkeypatch):
+    """Copies of `ip` and `tc` with their libraries beside them; the ranks' own library path stays theirs."""
+    tools.pack(tmp_path / "kit")
+    for name in tools.PROGRAMS:
+        monkeypatch.setenv(tools.VARIABLES[name], str(tmp_path / "kit" / name))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"), prepend=":")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/where/the/user/says")
+    called = []
+    monkeypatch.setattr(
+        tools, "command", lambda name, real=tools.command: called.append(real(name)) or real(name)
+    )
+    code = "import os, socket; print(os.environ['LD_LIBRARY_PATH'], socket.gethostbyname('rank1'))"
+    with Lab(hosts=2, link="100mbit") as lab:
+        run = lab.run([sys.executable, "-c", code], timeout_s=30, echo=False)
+        transfer_at(lab, 0, 1, 100)
+    assert run.outputs == ("/where/the/user/says 10.77.0.2\n",) * 2
+    assert all(words[1] == "--library-path" and words[3].startswith(str(tmp_path)) for words in called)
+    assert not owned_by(os.getpid())
+
+
+def test_check_says_what_a_fast_link_reaches():
+    """Whatever it is: a busy machine may not hold it."""
+    with Lab(hosts=2, link="40gbit") as lab:
+        rows = probe.check(lab, 0.2)
+    assert all(0 < row["share"] < 1.05 and row["connections"] == 4 for row in rows), rows

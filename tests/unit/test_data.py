@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import http.server
+import importlib
 import io
 import json
 import os
@@ -517,3 +518,22 @@ def test_lists_do_not_wait_for_torch(cache):
     code = "import sys; from thinwire import data; data.describe('mnist'); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "THINWIRE_DATA": str(cache)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
+
+
+def test_texts_are_cut_into_windows(monkeypatch):
+    """Each byte's label is the byte that follows, also at the end of a window."""
+    texts = importlib.import_module("thinwire.data.texts")
+    content = torch.arange(3 * texts.LENGTH + 10, dtype=torch.uint8)
+    monkeypatch.setattr(texts, "load", lambda *_: (content[:-1], content[1:].long()))
+    monkeypatch.setattr(texts, "TESTS", 2)
+    texts.texts.cache_clear()
+    try:
+        train, test = data.examples("sotu")
+    finally:
+        texts.texts.cache_clear()
+    assert (len(train), len(test), train.shape, train.classes) == (3, 2, (texts.LENGTH,), 256)
+    x, y = train.batch(torch.tensor([2, 0]))
+    assert torch.equal(y, x + 1)
+    assert (x[0, 0], x[1, 0]) == (2 * texts.LENGTH, 0)
+    assert data.is_text("sotu")
+    assert not data.is_text("mnist")

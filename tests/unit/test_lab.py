@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,8 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from thinwire.bench import machine
 from thinwire.cli import lab as cli
-from thinwire.lab import Lab, LabError, namespaces, probe
+from thinwire.lab import Gpus, Lab, LabError, clean, gpus, mps, namespaces, probe, tools
 from thinwire.lab.topology import Plan, parse_burst, parse_link
 
 SAY = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
@@ -127,11 +130,14 @@ def test_names_say_who_owns_them(monkeypatch, tmp_path):
 
 def test_without_root_or_iproute2_it_says_what_still_works(monkeypatch):
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(namespaces, "_find", lambda program: program)
+    monkeypatch.setattr(tools, "find", lambda program: Path(program))
     with pytest.raises(LabError, match=r"needs root: run it with sudo. --loopback"), Lab(hosts=2):
         pass
-    monkeypatch.setattr(namespaces, "_find", lambda program: None if program == "tc" else program)
-    with pytest.raises(LabError, match=r"needs `tc`: install iproute2 .*--loopback"), Lab(hosts=2):
+    monkeypatch.setattr(tools, "find", lambda program: None if program == "tc" else Path(program))
+    with (
+        pytest.raises(LabError, match=r"needs `tc`: install iproute2 .*THINWIRE_TC.*--loopback"),
+        Lab(hosts=2),
+    ):
         pass
 
 
@@ -263,3 +269,319 @@ def test_clean_prints_what_it_removed(monkeypatch):
     monkeypatch.setattr(namespaces, "FOLDER", Path("/nowhere"))
     assert json.loads(command_line("clean", "--json").stdout) == {"removed": []}
     assert "nothing to remove" in command_line("clean").stdout
+
+
+# GPUs: programs that only talk like NVIDIA's
+
+SMI = """#!/bin/sh
+for number in $(seq COUNT); do echo "NVIDIA Fake, 570.1"; done
+"""
+#: Writes down how it was called. As a daemon it is a process of its own, until it is told to quit.
+CONTROL = """#!/bin/sh
+pipe=${CUDA_MPS_PIPE_DIRECTORY:-USUAL}
+if [ "$1" = --serve ]; then
+    while [ ! -e "$pipe/quit" ]; do sleep 0.02; done
+    rm -f "$pipe/control"
+elif [ "$1" = -d ]; then
+    echo "start $pipe ${CUDA_VISIBLE_DEVICES-unset}" >> LOG
+    WRONG
+    "$0" --serve > /dev/null 2>&1 &
+    touch "$pipe/control"
+else
+    read words
+    [ -e "$pipe/control" ] || { echo "Cannot find MPS control daemon process"; exit 1; }
+    if [ "$words" = quit ]; then
+        echo "quit $pipe" >> LOG
+        QUIT
+    fi
+fi
+"""
+TOLD = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NCCL_HOSTID"
+TELL = f"import os; print(*(os.environ.get(name, 'unset') for name in {TOLD}))"
+
+
+class Fakes:
+    """A folder of programs on PATH, and what was asked of them."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.usual, self.log = folder / "bin", folder / "usual", folder / "log"
+        self.folder.mkdir()
+        self.usual.mkdir()
+        monkeypatch.setenv("PATH", str(self.folder), prepend=":")
+        monkeypatch.setattr(mps, "USUAL", str(self.usual))
+        monkeypatch.setattr(mps, "PATIENCE_S", 2.0)
+        for name in ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"):
+            monkeypatch.delenv(name, raising=False)
+
+    def write(self, name, text):
+        (self.folder / name).write_text(text)
+        (self.folder / name).chmod(0o755)
+
+    def gpus(self, count):
+        self.write("nvidia-smi", SMI.replace("COUNT", str(count)))
+        gpus.installed.cache_clear()
+
+    def control(self, wrong="", quitting='touch "$pipe/quit"'):
+        text = CONTROL.replace("USUAL", str(self.usual)).replace("LOG", str(self.log))
+        self.write(mps.CONTROL, text.replace("WRONG", wrong).replace("QUIT", quitting))
+
+    def calls(self):
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    made = Fakes(tmp_path, monkeypatch)
+    made.gpus(1)
+    made.control()
+    yield made
+    gpus.installed.cache_clear()
+
+
+def told(hosts=2, **more):
+    """What every rank of a lab was told, and the lab."""
+    with Lab(hosts, loopback=True, **more) as lab:
+        run = lab.run(python(TELL), timeout_s=30, echo=False)
+    return [dict(zip(TOLD, each.split(), strict=True)) for each in run.outputs], lab
+
+
+def daemons():
+    """Processes of MPS, real or not, that a lab of this process started."""
+    mark = f"tw-mps-{os.getpid()}-".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if (path / "comm").read_text().strip() == mps.COMM and mark in (path / "environ").read_bytes():
+                found.append(path.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_the_gpus_that_are_seen_are_those_of_cuda(fakes, monkeypatch):
+    fakes.gpus(4)
+
+    def seen(listed):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        return [each.token for each in gpus.visible()]
+
+    assert [each.token for each in gpus.visible()] == ["0", "1", "2", "3"]
+    assert seen("2,0") == ["2", "0"]
+    assert seen("1,7,0") == ["1"]  # as CUDA has it, nothing counts behind a wrong one
+    assert seen("GPU-8a, GPU-9b") == ["GPU-8a", "GPU-9b"]
+    assert seen("") == seen("-1") == seen("none") == []
+    assert gpus.installed() == (("NVIDIA Fake", "570.1"),) * 4
+
+
+def test_gpus_are_found_without_nvidia_smi(fakes, tmp_path, monkeypatch):
+    (fakes.folder / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    monkeypatch.setattr(gpus, "FOLDER", tmp_path / "driver")
+    monkeypatch.setattr(gpus, "NODES", tmp_path / "dev")
+    assert gpus.visible() == ()
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    gpus.installed.cache_clear()
+    assert [each.name for each in gpus.visible()] == ["NVIDIA GPU"] * 2
+    (tmp_path / "driver" / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "driver" / "gpus" / "0000:01:00.0" / "information").write_text(
+        "Model: \t NVIDIA H200\nIRQ: 3\n"
+    )
+    (tmp_path / "driver" / "version").write_text("NVRM version: NVIDIA UNIX Module  570.86.15  Release\n")
+    gpus.installed.cache_clear()
+    assert gpus.installed() == (("NVIDIA H200", "570.86.15"),)
+
+
+@pytest.mark.parametrize(
+    ("count", "nodes", "per_node", "expected"),
+    [
+        (1, 3, 1, [("0", None)] * 3),
+        (2, 3, 1, [("0", "a"), ("0", "b"), ("0", "a")]),
+        (1, 2, 2, [("0", None)] * 4),
+        (2, 2, 2, [("0", None), ("1", None)] * 2),
+        (2, 1, 3, [("0", "a"), ("0", "b"), ("0", "a")]),
+        (4, 2, 2, [("0", "a,b"), ("1", "a,b"), ("0", "c,d"), ("1", "c,d")]),
+        (3, 2, 2, [("0", "a,b"), ("1", "a,b"), ("0", "c,a"), ("1", "c,a")]),
+    ],
+)
+def test_ranks_take_gpus_in_turn(count, nodes, per_node, expected):
+    """`set_device(LOCAL_RANK)` works everywhere, and no node sees a GPU twice."""
+    found = tuple(gpus.Gpu("NVIDIA Fake", "abcd"[each]) for each in range(count))
+    used = Gpus(found, per_node, nodes * per_node)
+    given = [used.environment(rank) for rank in range(nodes * per_node)]
+    assert [(each["LOCAL_RANK"], each.get("CUDA_VISIBLE_DEVICES")) for each in given] == expected
+    assert used.shared == (nodes * per_node > count)
+    for rank, (local, listed) in enumerate(expected):
+        seen = listed.split(",") if listed else [each.token for each in found]
+        assert seen[int(local)] == found[used.of(rank)].token
+
+
+def test_every_rank_is_a_host_to_nccl_and_stays_on_its_link():
+    for plan in (Plan(hosts=2), Plan(nodes=2, per_node=2)):
+        topology = plan.topology()
+        given = [topology.environment(rank, 29500) for rank in range(topology.world)]
+        assert len({each["NCCL_HOSTID"] for each in given}) == topology.world
+        assert {(each["NCCL_NET"], each["NCCL_IB_DISABLE"]) for each in given} == {("Socket", "1")}
+    assert "NCCL_NET" not in Plan(hosts=2, loopback=True).topology().environment(0, 29500)
+    assert Plan(hosts=2, link="10gbit").topology().defaults() == {}
+    assert Plan(hosts=2, link="40gbit").topology().defaults()["NCCL_NSOCKS_PERTHREAD"] == "2"
+
+
+def test_the_users_word_on_sockets_counts(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_NTHREADS", "1")
+    monkeypatch.setattr(Lab(hosts=1).topology.__class__, "defaults", lambda _: {"NCCL_SOCKET_NTHREADS": "4"})
+    with Lab(hosts=1, loopback=True, device="cpu") as lab:
+        code = "import os; print(os.environ['NCCL_SOCKET_NTHREADS'])"
+        assert lab.run(python(code), timeout_s=30, echo=False).outputs == ("1\n",)
+
+
+def test_hosts_that_share_a_gpu_have_a_daemon_while_the_lab_is_open(fakes):
+    ranks, lab = told(device="cuda")
+    (folder,) = {Path(each["CUDA_MPS_PIPE_DIRECTORY"]).parent for each in ranks}
+    assert [each["NCCL_HOSTID"] for each in ranks] == ["rank0", "rank1"]
+    assert {each["CUDA_VISIBLE_DEVICES"] for each in ranks} == {"unset"}
+    assert fakes.calls() == [f"start {folder}/pipe unset", f"quit {folder}/pipe"]
+    assert not folder.exists()
+    assert daemons() == []
+    assert str(lab) == "2 ranks, loopback, not throttled, one NVIDIA Fake for all ranks, with MPS"
+    found = json.loads(lab.topology.environment(0, 29500)["THINWIRE_LAB"])
+    assert (found["gpus"], found["gpu_of_rank"], found["gpu_shared"]) == (["NVIDIA Fake"], [0, 0], True)
+    assert (found["mps"], found["device"]) == ("started by the lab", "cuda")
+    assert found in machine.record({})["labs"]
+    _, auto = told()
+    assert auto.topology.describe()["device"] == "auto"
+
+
+def test_without_a_shared_gpu_there_is_no_daemon(fakes, monkeypatch):
+    for more in ({"device": "cpu"}, {"hosts": 1}):
+        ranks, lab = told(**more)
+        assert ranks[0]["CUDA_MPS_PIPE_DIRECTORY"] == "unset"
+        assert lab.topology.describe().get("mps") in (None, "not needed")
+    fakes.gpus(2)
+    ranks, lab = told()
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks] == ["0", "1"]
+    assert str(lab).endswith("2 NVIDIA Fake, one for each rank")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    _, lab = told()
+    assert lab.topology.describe()["device"] == "cpu"
+    with pytest.raises(LabError, match="no GPU is seen here"), Lab(hosts=2, loopback=True, device="cuda"):
+        pass
+    with pytest.raises(LabError, match="one of auto, cuda, cpu, not 'tpu'"):
+        Lab(hosts=2, device="tpu")
+    assert fakes.calls() == []
+
+
+def test_a_daemon_that_runs_is_used_and_left(fakes):
+    (fakes.usual / "control").touch()
+    ranks, lab = told()
+    assert ranks[0]["CUDA_MPS_PIPE_DIRECTORY"] == "unset"
+    assert lab.topology.describe()["mps"] == "was running"
+    assert fakes.calls() == []
+    assert (fakes.usual / "control").exists()
+
+
+def test_a_daemon_that_does_not_start_is_reported(fakes):
+    fakes.control(wrong="echo 'no such luck' >&2; exit 1")
+    with pytest.warns(RuntimeWarning, match=r"no such luck.*a small call takes 40 ms"):
+        ranks, lab = told(device="cuda")
+    assert ranks[0]["CUDA_MPS_PIPE_DIRECTORY"] == "unset"
+    assert "without MPS: small calls are slow" in str(lab)
+    assert "no such luck" in lab.topology.describe()["mps"]
+    shutil.rmtree(fakes.usual)
+    (fakes.folder / mps.CONTROL).unlink()
+    if shutil.which(mps.CONTROL) is None:
+        with pytest.warns(RuntimeWarning, match=f"there is no {mps.CONTROL}"):
+            told(device="cuda")
+
+
+def test_a_daemon_that_does_not_quit_is_killed_and_only_that(fakes):
+    fakes.control(quitting=":")
+    other = fakes.folder.parent / "other"
+    other.mkdir()
+    words = [str(fakes.folder / mps.CONTROL), "--serve"]
+    with subprocess.Popen(words, env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(other)}) as somebody:
+        try:
+            told(device="cuda")
+            assert daemons() == []
+            assert somebody.poll() is None
+        finally:
+            (other / "quit").touch()
+
+
+def test_the_daemon_ends_after_an_exception(fakes):
+    def fail():
+        with Lab(hosts=2, loopback=True, device="cuda"):
+            assert len(daemons()) == 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert daemons() == []
+    assert len(fakes.calls()) == 2
+
+
+LAB_THAT_HANGS = f"""
+import sys
+from thinwire.lab import Lab
+with Lab(hosts=2, loopback=True, device="cuda") as lab:
+    lab.run([sys.executable, "-c", {HANG!r}])
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_the_daemon_ends_with_a_signal_and_after_a_kill_clean_ends_it(fakes, signum):
+    words = [sys.executable, "-u", "-c", LAB_THAT_HANGS]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.send_signal(signum)
+        process.wait(30)
+    folder = Path(fakes.calls()[0].split()[1]).parent
+    if signum == signal.SIGKILL:
+        assert folder.exists()
+        assert folder.name in clean()
+    assert fakes.calls()[1:] == [f"quit {folder}/pipe"]
+    assert not folder.exists()
+
+
+def test_doctor_says_what_a_lab_has(fakes, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("THINWIRE_IP", str(tmp_path / "nowhere"))
+    found = machine.doctor()["lab"]
+    assert (found["gpus"], found["driver"], found["mps"]) == ("NVIDIA Fake", "570.1", "can be started")
+    assert "THINWIRE_IP names" in found["ip"]
+    assert found["possible"].startswith("no: ")
+    (fakes.usual / "control").touch()
+    assert machine.doctor()["lab"]["mps"] == "running"
+
+
+# ip and tc
+
+
+def test_tools_are_named_by_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("THINWIRE_IP", str(tmp_path / "ip"))
+    with pytest.raises(LabError, match=r"THINWIRE_IP names .*/ip, which is no file"):
+        tools.need("ip")
+    (tmp_path / "ip").write_bytes(b"\x7fELF" + bytes(100) + b"/lib64/ld-linux-x86-64.so.2\0" + bytes(100))
+    assert tools.command("ip") == [str(tmp_path / "ip")]
+    (tmp_path / "lib").mkdir()
+    loader = ["/lib64/ld-linux-x86-64.so.2", "--library-path", str(tmp_path / "lib")]
+    assert tools.command("ip") == [*loader, str(tmp_path / "ip")]
+    (tmp_path / "ip").write_text("#!/bin/sh\n")
+    assert tools.command("ip") == [str(tmp_path / "ip")]
+    monkeypatch.delenv("THINWIRE_IP")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "ip").chmod(0o755)
+    assert tools.command("ip") == [str(tmp_path / "ip")]
+
+
+@pytest.mark.skipif(not all(map(tools.find, tools.PROGRAMS)), reason="needs iproute2")
+def test_packed_tools_run_by_themselves(tmp_path, monkeypatch):
+    shown = command_line("pack-tools", str(tmp_path / "kit"))
+    assert shown.exit_code == 0, shown.output
+    assert "THINWIRE_IP=/path/to/kit/ip THINWIRE_TC=/path/to/kit/tc" in shown.stdout
+    kept = [path.name for path in (tmp_path / "kit" / "lib").iterdir()]
+    assert not [name for name in kept if name.startswith(("libc.", "libm.", "ld-"))]
+    for name in tools.PROGRAMS:
+        monkeypatch.setenv(tools.VARIABLES[name], str(tmp_path / "kit" / name))
+        done = subprocess.run([*tools.command(name), "-V"], capture_output=True, text=True)
+        assert "iproute2" in done.stdout, done.stderr

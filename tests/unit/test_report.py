@@ -82,6 +82,43 @@ def test_curves_are_the_points():
     assert found["mean"]["seconds"][2] == pytest.approx(statistics.fmean(point.seconds for point in third))
 
 
+def on_a_gpu(found, **lab):
+    described = {"gpus": ["NVIDIA H200"], "gpu_shared": True, "mps": "started by the lab", **lab}
+    trial = replace(found.trial, data="sotu", network="gpt", device="cuda", link="10gbit")
+    return replace(found, trial=trial, environment={**found.environment, "lab": described})
+
+
+def test_a_page_says_what_was_measured_and_that_hosts_share_a_gpu():
+    summary = report.summarize([on_a_gpu(each) for each in records()])
+    (setting,) = summary["settings"]
+    assert "next-byte accuracy" in summary["headline"]
+    shared = "one NVIDIA H200 for all hosts, with MPS"
+    assert f"4 hosts on {shared}, 10 Gbit/s" in report.title(setting)
+    assert any("share a GPU" in note for note in setting["notes"])
+    assert any("next byte" in note for note in setting["notes"])
+    axis = figures(summary, setting)["accuracy-time"]["layout"]["yaxis"]
+    assert axis["title"]["text"] == "test next-byte accuracy"
+    assert f"<dt>Computing</dt><dd>{shared}</dd>" in report.render(summary)
+    both = report.summarize([*records(), *(on_a_gpu(each, mps="none: absent") for each in records())])
+    assert [each["gpus"] for each in both["settings"]] == [None, shared.replace("with", "without")]
+    apart = report.summarize([on_a_gpu(each, gpu_shared=False) for each in records()])
+    assert apart["settings"][0]["gpus"] == "NVIDIA H200, one for each host"
+    alone = report.summarize([on_a_gpu(record("int8"))])["headline"]
+    assert "ends at a next-byte accuracy of" in alone
+
+
+def test_the_demo_without_plotly_keeps_what_it_trained(monkeypatch, tmp_path):
+    from thinwire.cli import demo
+
+    def refuse(*_):
+        raise MissingDependencyError("the page is drawn by plotly, which is not installed")
+
+    monkeypatch.setattr(report, "save", refuse)
+    assert demo._page({}, tmp_path / "demo.html") == (
+        None, "the page is drawn by plotly, which is not installed",
+    )  # fmt: skip
+
+
 def test_one_seed_has_no_spread():
     summary = report.summarize(records(seeds=(4,)))
     found = entry(summary, "int8")

@@ -3,7 +3,9 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import torch
 
 from thinwire import __version__, kernels
-from thinwire.errors import InputError
+from thinwire.errors import InputError, LabError
+from thinwire.lab import Lab, gpus, mps, tools
+from thinwire.lab.hosts import with_gpus
 
 PACKAGES = (
     "torch",
@@ -35,6 +39,7 @@ def describe() -> dict[str, dict[str, str]]:
             "processor": processor(),
             "threads": str(torch.get_num_threads()),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            **(_cuda() if torch.cuda.is_available() else {}),
         },
         "package": {
             "python": platform.python_version(),
@@ -43,6 +48,63 @@ def describe() -> dict[str, dict[str, str]]:
         },
         "kernels": kernels.available(),
     }
+
+
+def doctor() -> dict[str, dict[str, str]]:
+    """`describe`, and whether a lab can be made: what it needs is here, or why not."""
+    found = describe()
+    programs = {program: _program(program) for program in tools.PROGRAMS}
+    seen = [each.name for each in gpus.visible()]
+    return {
+        "machine": {**found["machine"], **({} if torch.cuda.is_available() else {"nccl": _nccl()})},
+        "lab": {
+            "possible": _possible(),
+            **programs,
+            "gpus": ", ".join(seen) or "none",
+            "driver": gpus.installed()[0][1] if gpus.installed() else "none",
+            "mps": mps.state() if seen or shutil.which(mps.CONTROL) else "absent",
+        },
+        **{name: entries for name, entries in found.items() if name != "machine"},
+    }
+
+
+def _cuda() -> dict[str, str]:
+    """What decides how fast GPUs are, beside their name."""
+    installed = gpus.installed()
+    return {
+        "gpus": str(torch.cuda.device_count()),
+        "driver": installed[0][1] if installed else "unknown",
+        "nccl": _nccl(),
+        "mps": mps.state(),
+    }
+
+
+def _nccl() -> str:
+    if not torch.distributed.is_nccl_available():
+        return "not in this torch"
+    from torch.cuda import nccl
+
+    return ".".join(map(str, nccl.version()))
+
+
+def _program(program: str) -> str:
+    """Where it is, and who says so."""
+    try:
+        path = tools.find(program)
+    except LabError as error:
+        return str(error)
+    if path is None:
+        return f"none: install iproute2, or set {tools.VARIABLES[program]}"
+    return f"{path} ({tools.VARIABLES[program]})" if tools.VARIABLES[program] in os.environ else str(path)
+
+
+def _possible() -> str:
+    """Whether a lab can be made: one is."""
+    try:
+        with Lab(hosts=1, device="cpu"):
+            return "yes"
+    except LabError as error:
+        return f"no: {error}"
 
 
 def processor() -> str:
@@ -71,9 +133,10 @@ def commit() -> str:
 
 
 def record(data: dict[str, Any]) -> dict[str, Any]:
-    """A measurement with its circumstances."""
+    """A measurement with its circumstances, and with the labs of this process whose ranks had GPUs."""
     now = datetime.datetime.now(datetime.UTC)
-    return {"date": now.isoformat(timespec="seconds"), "commit": commit(), **describe(), **data}
+    labs = {"labs": with_gpus()} if with_gpus() else {}
+    return {"date": now.isoformat(timespec="seconds"), "commit": commit(), **describe(), **labs, **data}
 
 
 def save(result: dict[str, Any], folder: Path, name: str) -> Path:

@@ -1,8 +1,9 @@
 """How fast networks train with DDP between emulated hosts, by what their gradients are sent as.
 
-Four small networks, 2 and 4 hosts, links of 100 Mbit/s and 1 Gbit/s (see `thinwire.lab`): plain DDP, two of
-torch's own hooks, and recipes of `thinwire.attach`, as ratios to plain DDP taken in one run. All hosts share
-the cores of one machine, one thread each, so that computing takes longer with more of them.
+On CPUs: four small networks, 2 and 4 hosts, links of 100 Mbit/s and 1 Gbit/s (see `thinwire.lab`). On a GPU:
+GPT-2 small, ResNet-50 and VGG-19, links of 10 and 40 Gbit/s, and loopback. Plain DDP, torch's own hooks, and
+recipes of `thinwire.attach`, as ratios to plain DDP taken in one run. All hosts share the cores and the GPU
+of one machine, so that computing takes longer with more of them.
 
 The communication share of a cell is that of a plain step: 1 - (a step that sends nothing) / (a step).
 
@@ -20,22 +21,39 @@ from typing import Any
 from thinwire import policy
 from thinwire.bench import machine
 from thinwire.bench.formats import Progress, Table
-from thinwire.bench.training_worker import AUTO, NETWORKS, PLAIN, TORCH
+from thinwire.bench.training_networks import networks as known_networks
+from thinwire.bench.training_worker import AUTO, BRAIN, HALF, PLAIN, POWER, TORCH
 from thinwire.errors import InputError, LabError
 from thinwire.lab import Lab, Run
 
 Cell = dict[str, Any]
 LOOPBACK = "loopback"
-PLACES = ((2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (4, "1gbit"))
-METHODS = (*TORCH, "fp32", "fp16", "int8", "int4", "onebit", AUTO)
+PLACES = {
+    "cpu": ((2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (4, "1gbit")),
+    "cuda": ((2, "10gbit"), (4, "10gbit"), (2, "40gbit"), (4, "40gbit"), (2, LOOPBACK)),
+}
+METHODS = {
+    "cpu": (PLAIN, HALF, POWER, "fp32", "fp16", "int8", "int4", "onebit", AUTO),
+    "cuda": (*TORCH, "fp32", "bf16", "int8", "fp8", "int4", "qsgd4", "aps8", "onebit", "powersgd", AUTO),
+}
 PATIENCE_S = 120.0  # of a rank, for others
 TAIL = 3000  # characters of a rank's output in an error
 
-COMMUNICATION_BOUND, COMPUTE_BOUND = 0.8, 0.1  # communication shares
-FASTER = {"int8": 3.0, "int4": 5.0}  # targets where communication is most of a step
-NOT_SLOWER = 0.97  # where it is little
+COMPUTE_BOUND = 0.1  # communication share
+BOUND = {"cpu": 0.8, "cuda": 0.9}  # communication shares that are most of a step
+#: Ratios to plain DDP where communication is most of a step: by device, link and hosts ("" and 0: any).
+FASTER = {
+    "cpu": {("", 0): {"int8": 3.0, "int4": 5.0}},
+    "cuda": {
+        ("10gbit", 2): {"int8": 3.5, "int4": 6.0, "onebit": 10.0},
+        ("10gbit", 4): {"int8": 3.5, "int4": 5.2, "onebit": 9.0},
+    },
+}
+FAST_LINK = {"int8": 2.4, "int4": 3.0}  # at 40gbit, on a GPU
+NOT_SLOWER = 0.97  # where communication is little
 NEAR_BEST = 0.95  # auto, of the best fixed choice
-WORST_ERROR, USUAL_ERROR = 0.15, 0.07  # of predicted step times
+WORST_ERROR = {"cpu": 0.15, "cuda": 0.10}  # of predicted step times
+USUAL_ERROR = 0.07
 
 
 def run(
@@ -45,28 +63,39 @@ def run(
     progress: Progress = lambda _: None,
     *,
     seconds: float = 15.0,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Measure every network in every place; `seconds` are those of the timed rounds of one of these cells."""
+    if device != "cpu":
+        machine.default_numel(device)  # it must be there
+    known = known_networks(device)
     for name in networks or ():
-        if name not in NETWORKS:
-            raise InputError(f"there is no network '{name}'; there are: {', '.join(NETWORKS)}")
+        if name not in known:
+            raise InputError(f"there is no network '{name}'; there are: {', '.join(known)}")
     for method in methods or ():
         if method not in (*TORCH, AUTO):
             policy.get(method)  # a recipe or a codec
     cells: list[Cell] = []
-    for hosts, link in places or PLACES:
+    for hosts, link in places or PLACES[device]:
         loopback = link == LOOPBACK
-        with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback) as lab:
-            for network in networks or NETWORKS:
+        with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback, device=device) as lab:
+            for network in networks or known:
                 progress(f"{hosts} hosts, {link}: {network}")
-                cell = measure(lab, network, methods or METHODS, seconds)
-                cells.append(summed_up({"link": link, **cell}))
-    return machine.record({"cells": cells, "summary": summary(cells), "absent": {}})
+                cell = measure(lab, network, methods or METHODS[device], seconds, device)
+                cells.append(summed_up({"link": link, "device": device, **cell}))
+    found = {"device": device, "cells": cells, "summary": summary(cells, device), "absent": {}}
+    return machine.record(found)
 
 
-def measure(lab: Lab, network: str, methods: Sequence[str], seconds: float) -> Cell:
+def measure(lab: Lab, network: str, methods: Sequence[str], seconds: float, device: str = "cpu") -> Cell:
     """One network in one place, as its ranks measured it."""
-    task = {"network": network, "methods": list(methods), "seconds": seconds, "patience_s": PATIENCE_S}
+    task = {
+        "network": network,
+        "methods": list(methods),
+        "seconds": seconds,
+        "patience_s": PATIENCE_S,
+        "device": device,
+    }
     command = [sys.executable, "-m", "thinwire.bench.training_worker", json.dumps(task)]
     done = lab.run(command, timeout_s=2 * PATIENCE_S + 4 * seconds, echo=False)
     if not done.ok:
@@ -151,15 +180,20 @@ def _ratio(times: Sequence[float], own: Sequence[float]) -> float:
 Found = list[tuple[float, str]]  # a value, and where it was found
 
 
-def summary(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def summary(cells: Sequence[Cell], device: str = "cpu") -> list[dict[str, Any]]:
     """Every target, over how many values, the worst of them and where, and whether it is met."""
-    bound = [cell for cell in cells if cell["communication_share"] > COMMUNICATION_BOUND]
-    found = [
-        _at_least(f"{method} to plain DDP, communication-bound", target, _ratios(bound, [method]))
-        for method, target in FASTER.items()
-    ]
-    idle = [cell for cell in cells if cell["communication_share"] < COMPUTE_BOUND]
+    bound = [cell for cell in cells if cell["communication_share"] > BOUND[device]]
+    found = []
+    for (link, hosts), targets in FASTER[device].items():
+        here = [each for each in bound if link in ("", each["link"]) and hosts in (0, each["hosts"])]
+        where = f", {hosts} hosts, {link}" if link else ""
+        for method, target in targets.items():
+            what = f"{method} to plain DDP, communication-bound{where}"
+            found.append(_at_least(what, target, _ratios(here, [method])))
     ours = sorted({row["method"] for cell in cells for row in cell["rows"]} - set(TORCH))
+    if device == "cuda":
+        found += _gpu_targets(cells, ours)
+    idle = [cell for cell in cells if cell["communication_share"] < COMPUTE_BOUND or cell["link"] == LOOPBACK]
     found.append(_at_least("any method of thinwire, compute-bound", NOT_SLOWER, _ratios(idle, ours)))
     judgements = [
         (row["auto"], _where(cell)) for cell in cells for row in cell["rows"] if row.get("auto") is not None
@@ -169,11 +203,38 @@ def summary(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         (told["prediction_error"], at) for told, at in judgements if told["prediction_error"] is not None
     ]
     found.append(_at_least("auto to the best fixed choice", NEAR_BEST, near))
-    found.append(_at_most("error of auto's predictions, largest", WORST_ERROR, errors))
+    found.append(_at_most("error of auto's predictions, largest", WORST_ERROR[device], errors))
     usual = [(statistics.median(error for error, _ in errors), "")] if errors else []
     found.append(_at_most("error of auto's predictions, median", USUAL_ERROR, usual))
     equal = [(float(row["replicas_equal"]), _where(cell, row)) for cell in cells for row in cell["rows"]]
     found.append(_at_least("replicas equal", 1.0, equal))
+    return found
+
+
+def _gpu_targets(cells: Sequence[Cell], ours: Sequence[str]) -> list[dict[str, Any]]:
+    """Faster links, and torch's own hooks."""
+    throttled = [cell for cell in cells if cell["link"] != LOOPBACK]
+    fast = [cell for cell in cells if cell["link"] == "40gbit"]
+    found = [
+        _at_least(f"{method} to plain DDP, 40gbit", target, _ratios(fast, [method]))
+        for method, target in FAST_LINK.items()
+    ]
+    found.append(_at_least("any method of thinwire to plain DDP, 40gbit", 1.0, _ratios(fast, ours)))
+    lossy = [method for method in ours if method not in ("fp32", "fp16", "bf16", AUTO)]
+    slow = [cell for cell in throttled if cell["link"] == "10gbit"]
+    found.append(_at_least("any lossy recipe to torch's bf16 hook, 10gbit", 1.0, _beside(slow, lossy, BRAIN)))
+    found.append(_at_least("powersgd to torch's hook", 1.0, _beside(throttled, ["powersgd"], POWER)))
+    return found
+
+
+def _beside(cells: Sequence[Cell], methods: Sequence[str], other: str) -> Found:
+    """Ratios to another method of the same cell."""
+    found = []
+    for cell in cells:
+        times = next((row["times_s"] for row in cell["rows"] if row["method"] == other), None)
+        if times is not None:
+            rows = [row for row in cell["rows"] if row["method"] in methods]
+            found += [(_ratio(times, row["times_s"]), _where(cell, row)) for row in rows]
     return found
 
 

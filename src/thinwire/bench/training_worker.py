@@ -14,7 +14,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,18 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.bench.training_networks import Network, networks
 from thinwire.integrations import Wire, attach
-from thinwire.zoo.layers import chain, conv_bn, he_init
-from thinwire.zoo.resnet import Residual
-from thinwire.zoo.transformer import GPT2
 
-PLAIN, HALF, POWER = "torch-fp32", "torch-fp16", "torch-powersgd"
-TORCH = (PLAIN, HALF, POWER)
+PLAIN, HALF, BRAIN, POWER = "torch-fp32", "torch-fp16", "torch-bf16", "torch-powersgd"
+TORCH = (PLAIN, HALF, BRAIN, POWER)  # torch's bf16 hook refuses CPUs
 COMPUTE = "compute only"
 AUTO = "auto"
 WARMUP = 2  # steps: DDP makes its buckets anew after the first
@@ -45,91 +42,6 @@ TURN_S = 0.5  # of a method in a round, if its steps are shorter
 TURN_SHARE = 1 / 30  # of the time for all rounds: a turn is no longer, unless it is one step
 MOST_STEPS = 8  # in a turn
 ONE_BUCKET_MB = 4096
-
-
-# Networks
-
-
-@dataclass(frozen=True)
-class Network:
-    """What is trained: a network, and how a batch for it looks."""
-
-    build: Callable[[], nn.Module]
-    batch: int
-    classes: int
-    tokens: int = 0  #: in a sequence; none means images of 32 x 32
-
-    def data(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Random inputs and labels."""
-        generator = torch.Generator().manual_seed(seed)
-        shape = (self.batch, self.tokens) if self.tokens else (self.batch,)
-        labels = torch.randint(self.classes, shape, generator=generator)
-        if self.tokens:
-            return torch.randint(self.classes, shape, generator=generator), labels
-        return torch.randn(self.batch, 3, 32, 32, generator=generator), labels
-
-
-def vgg() -> nn.Sequential:
-    """Convolutions of few parameters, then fully connected layers of nearly all of them."""
-    stages: dict[str, nn.Module] = {}
-    inputs = 3
-    for stage, width in enumerate((32, 64, 128), start=1):
-        stages[f"conv{stage}"] = nn.Conv2d(inputs, width, 3, padding=1)
-        stages[f"relu{stage}"] = nn.ReLU()
-        stages[f"pool{stage}"] = nn.MaxPool2d(2)
-        inputs = width
-    return chain(
-        **stages,
-        flatten=nn.Flatten(),
-        fc6=nn.Linear(inputs * 4 * 4, 1280),
-        relu6=nn.ReLU(),
-        fc7=nn.Linear(1280, 1024),
-        relu7=nn.ReLU(),
-        fc8=nn.Linear(1024, 10),
-    )
-
-
-def resnet() -> nn.Sequential:
-    """ResNet-20 for images of 32 x 32: three stages of three blocks."""
-    net = nn.Sequential(conv_bn(3, 16, 3))
-    inputs = 16
-    for outputs in (16, 32, 64):
-        for _ in range(3):
-            net += nn.Sequential(_block(inputs, outputs), nn.ReLU())
-            inputs = outputs
-    return he_init(net + nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)))
-
-
-def _block(inputs: int, outputs: int) -> Residual:
-    stride = 1 if inputs == outputs else 2
-    body = chain(
-        conv1=conv_bn(inputs, outputs, 3, stride=stride), conv2=conv_bn(outputs, outputs, 3, relu=False)
-    )
-    short = nn.Identity() if stride == 1 else conv_bn(inputs, outputs, 1, stride=stride, relu=False)
-    return Residual(body, short)
-
-
-class LSTM(nn.Module):
-    """A language model: an embedding, two layers and a decoder. Takes word numbers (batch, time)."""
-
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
-        self.decoder = nn.Linear(width, vocabulary)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.decoder(self.layers(self.embedding(words))[0])
-
-
-WORDS = 4000
-
-NETWORKS: dict[str, Network] = {
-    "vgg": Network(vgg, batch=16, classes=10),
-    "resnet": Network(resnet, batch=40, classes=10),
-    "lstm": Network(lambda: LSTM(WORDS, 320), batch=8, classes=WORDS, tokens=16),
-    "transformer": Network(lambda: GPT2(WORDS, 64, 256, 4, 4), batch=8, classes=WORDS, tokens=16),
-}
 
 
 # Methods
@@ -149,19 +61,23 @@ class Trainee:
     times: list[float] = field(default_factory=list)  #: of a step, by round
 
     def step(self, x: Tensor, labels: Tensor) -> None:
-        """One step of training."""
+        """One step of training; on a GPU in bfloat16, with parameters and gradients in float32."""
         self.optimizer.zero_grad()
         with self.model.no_sync() if self.method == COMPUTE else nullcontext():
-            functional.cross_entropy(self.model(x).flatten(0, -2), labels.flatten()).backward()
+            with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda):
+                loss = functional.cross_entropy(self.model(x).flatten(0, -2), labels.flatten())
+            loss.backward()
         self.optimizer.step()
         self.done += 1
 
     def turn(self, data: tuple[Tensor, Tensor], steps: int) -> float:
         """Seconds that each of so many steps took, on this rank."""
         dist.barrier()
+        synchronize()
         start = time.perf_counter()
         for _ in range(steps):
             self.step(*data)
+        synchronize()
         return (time.perf_counter() - start) / steps
 
     @property
@@ -178,24 +94,31 @@ class Trainee:
             numel = self.power.total_numel_after_compression
         else:
             numel = self.done * sum(parameter.numel() for parameter in self.model.parameters())
-        width = {HALF: 2, COMPUTE: 0}.get(self.method, 4)
+        width = {HALF: 2, BRAIN: 2, COMPUTE: 0}.get(self.method, 4)
         return numel * width * 2 * (world - 1) / world
 
 
-def prepare(method: str, network: Network) -> Trainee:
+def prepare(method: str, network: Network, device: torch.device) -> Trainee:
     """A model with its communication: torch's, or a policy's.
 
-    Torch's PowerSGD gets one bucket, whatever the size of the model: it starts its second exchange when the
-    first is done, which deadlocks on gloo when there are several.
+    On a CPU torch's PowerSGD gets one bucket, whatever the size of the model: it starts its second exchange
+    when the first is done, which deadlocks on gloo when there are several.
     """
     torch.manual_seed(0)
     net = network.build()
+    one = method == POWER and device.type == "cpu"
     model = DistributedDataParallel(
-        net, init_sync=False, bucket_cap_mb=ONE_BUCKET_MB if method == POWER else None
+        net, init_sync=False, bucket_cap_mb=ONE_BUCKET_MB if one else None, gradient_as_bucket_view=True
     )
-    made = Trainee(method, model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    if network.adam:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    made = Trainee(method, model, optimizer)
     if method == HALF:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif method == BRAIN:
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif method == POWER:
         made.power = powerSGD_hook.PowerSGDState(None, RANK, start_powerSGD_iter=2)
         model.register_comm_hook(made.power, powerSGD_hook.powerSGD_hook)
@@ -212,8 +135,12 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     faulthandler.register(signal.SIGTERM, chain=True)  # when time is up: where each thread is
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=task["patience_s"]))
-    cell = measure(task["network"], task["methods"], task["seconds"])
+    device = torch.device(task["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=task["patience_s"]))
+    cell = measure(task["network"], task["methods"], task["seconds"], device)
     if dist.get_rank() == 0:
         sys.stdout.write("RESULT " + json.dumps(cell) + "\n")
         sys.stdout.flush()
@@ -222,11 +149,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(name: str, methods: list[str], seconds: float) -> dict[str, Any]:
+def measure(name: str, methods: list[str], seconds: float, device: torch.device) -> dict[str, Any]:
     """All methods on one network: times of every round, bytes, and whether replicas are equal at the end."""
-    network = NETWORKS[name]
-    data = network.data(seed=1 + dist.get_rank())
-    trainees = [prepare(method, network) for method in dict.fromkeys((PLAIN, COMPUTE, *methods))]
+    network = networks(device.type)[name]
+    x, labels = network.data(seed=1 + dist.get_rank())
+    data = x.to(device), labels.to(device)
+    chosen = dict.fromkeys((PLAIN, COMPUTE, *methods))
+    trainees = [prepare(method, network, device) for method in chosen]
     for trainee in trainees:
         warm_up(trainee, data, min(TURN_S, TURN_SHARE * seconds))
     before = [(each.done, each.sent_nbytes()) for each in trainees]
@@ -241,6 +170,7 @@ def measure(name: str, methods: list[str], seconds: float) -> dict[str, Any]:
             "sent_nbytes": (trainee.sent_nbytes() - sent) / (trainee.done - done),
             "buckets": _buckets(trainee.model),
             **_replicas(trainee.model),
+            **_wire(trainee.wire),
             **({"auto": trainee.wire.stats()["auto"]} if trainee.wire and trainee.method == AUTO else {}),
         }
         for trainee, taken, (done, sent) in zip(trainees, times, before, strict=True)
@@ -280,15 +210,26 @@ def take_turns(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: fl
             return
 
 
+def synchronize() -> None:
+    """Let the host wait for the GPU, if there is one."""
+    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+
+
+def _here(values: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor where ranks can exchange it."""
+    return torch.tensor(values, dtype=dtype, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def _first_says(yes: bool) -> bool:
     """What rank 0 says, on all ranks."""
-    said = torch.tensor([yes], dtype=torch.uint8)
+    said = _here([yes], torch.uint8)
     dist.broadcast(said, 0)
     return bool(said.item())
 
 
 def _slowest(times: list[list[float]]) -> list[list[float]]:
-    found = torch.tensor(times, dtype=torch.float64)
+    found = _here(times, torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.tolist()
 
@@ -298,13 +239,34 @@ def _replicas(model: DistributedDataParallel) -> dict[str, bool]:
     parameters = [parameter.detach() for parameter in model.parameters()]
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
-        digest.update(parameter.numpy().tobytes())
-    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        digest.update(parameter.numpy().tobytes() if parameter.device.type == "cpu" else _sums(parameter))
+    own = _here(list(digest.digest()), torch.uint8)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return {
         "replicas_equal": all(torch.equal(each, own) for each in found),
         "finite": all(bool(parameter.isfinite().all()) for parameter in parameters),
+    }
+
+
+def _sums(parameter: Tensor) -> bytes:
+    """Two sums over the bits of a tensor, one of them weighted by place: made on the GPU."""
+    bits = parameter.contiguous().view(torch.int32).view(-1).long()
+    places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    return f"{bits.sum().item()} {(bits * places).sum().item()}".encode()
+
+
+def _wire(wire: Wire | None) -> dict[str, Any]:
+    """Where the time of a step goes, and the memory that is kept, as thinwire tells."""
+    if wire is None:
+        return {}
+    stats = wire.stats()
+    steps = max(1, stats["steps"])
+    return {
+        "seconds": {name: each / steps for name, each in stats["seconds"].items()},
+        "overlap": stats["overlap"],
+        "buffers_nbytes": stats["buffers_nbytes"],
+        "residuals_nbytes": stats["residuals_nbytes"],
     }
 
 

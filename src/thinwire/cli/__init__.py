@@ -68,10 +68,10 @@ def root(
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """What is installed, which kernels are active, and why one is not."""
+    """What is installed, which kernels are active, whether a lab can be made, and why not."""
     from thinwire.bench import machine
 
-    found = machine.describe()
+    found = machine.doctor()
     if as_json:
         print_json(found)
         return

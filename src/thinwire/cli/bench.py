@@ -72,9 +72,14 @@ def bench_collectives(
 
 
 @app.command("training")
-def bench_training(
+def bench_training(  # noqa: PLR0913
+    device: Device = "cpu",
     networks: Annotated[
-        list[str] | None, typer.Option("--network", help="Only these: vgg, resnet, lstm, transformer.")
+        list[str] | None,
+        typer.Option(
+            "--network",
+            help="Only these: vgg, resnet, lstm, transformer; on a GPU gpt2, resnet50, vgg19.",
+        ),
     ] = None,
     hosts: Annotated[int | None, typer.Option(help="Hosts; with --link, only this place.", min=2)] = None,
     link: Annotated[str | None, typer.Option(help="A rate such as 1gbit, or loopback.")] = None,
@@ -82,7 +87,7 @@ def bench_training(
         list[str] | None,
         typer.Option(
             "--method",
-            help="Only these beside plain DDP: torch-fp16, torch-powersgd, auto, any recipe or codec.",
+            help="Only these beside plain DDP: torch-fp16, -bf16, -powersgd, auto, any recipe or codec.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of timed steps, for each network and place.")] = 15.0,
@@ -96,8 +101,9 @@ def bench_training(
     from thinwire.bench import training
 
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
-    bench = SimpleNamespace(run=partial(training.run, seconds=seconds), tables=training.tables)
-    _report(bench, "training-cpu", (networks, places, methods), save, commit, as_json)
+    run = partial(training.run, seconds=seconds, device=device)
+    bench = SimpleNamespace(run=run, tables=training.tables)
+    _report(bench, f"training-{device}", (networks, places, methods), save, commit, as_json)
 
 
 @app.command("simulate")

@@ -1,5 +1,6 @@
 """The verbs of `thinwire lab`."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,13 @@ Loopback = Annotated[
     bool, typer.Option("--loopback", help="No root, no namespaces: plain processes, not throttled.")
 ]
 
+Device = Annotated[
+    str,
+    typer.Option(
+        help="What the ranks use: cpu, cuda, or auto (cuda where a GPU is seen); those who share one get MPS."
+    ),
+]
+
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def lab_run(  # noqa: PLR0913
@@ -36,6 +44,7 @@ def lab_run(  # noqa: PLR0913
     between: Between = None,
     burst: Burst = None,
     loopback: Loopback = False,
+    device: Device = "auto",
     timeout: Annotated[float | None, typer.Option(help="Seconds after which all is ended.", min=0)] = None,
     as_json: Json = False,
 ) -> None:
@@ -51,6 +60,7 @@ def lab_run(  # noqa: PLR0913
         between=between,
         burst=burst,
         loopback=loopback,
+        device=device,
     )
     with lab:
         done = lab.run(command, timeout_s=timeout, echo=not as_json)
@@ -122,6 +132,7 @@ def lab_check(  # noqa: PLR0913
         between=between,
         burst=burst,
         loopback=loopback,
+        device="cpu",
     )
     with lab:
         rows = check(lab, seconds)
@@ -149,13 +160,16 @@ def _print_check(title: str, rows: list[dict[str, Any]], held: bool) -> None:
     ]
     print_table("", header, cells, right=(2, 3, 4))
     if rows[0]["nominal_mbit_per_s"] is not None:
-        verdict = "held" if held else "not held: this machine is too slow or too busy for these links"
-        typer.echo(f"the nominal rate is {verdict} (headers take 4.4 % of it)")
+        worst = min(rows, key=lambda row: row["share"])
+        reached = f"{worst['measured_mbit_per_s']:,.0f} of {worst['nominal_mbit_per_s']:,.0f} Mbit/s"
+        verdict = f"not held: this machine is too slow or too busy, and reaches {reached}"
+        several = f", with {worst['connections']} connections at once" if worst["connections"] > 1 else ""
+        typer.echo(f"the nominal rate is {'held' if held else verdict}{several} (headers take 4.4 % of it)")
 
 
 @app.command("clean")
 def lab_clean(as_json: Json = False) -> None:
-    """Remove what killed labs left behind; running labs and everybody else's namespaces are not touched."""
+    """Remove what killed labs left behind: namespaces, and daemons of MPS; nothing else is touched."""
     from thinwire.lab import clean
 
     removed = clean()
@@ -166,3 +180,20 @@ def lab_clean(as_json: Json = False) -> None:
         typer.echo(f"removed {name}")
     if not removed:
         typer.echo("nothing to remove")
+
+
+@app.command("pack-tools")
+def lab_pack_tools(
+    folder: Annotated[Path, typer.Argument(help="Where the copies go.")], as_json: Json = False
+) -> None:
+    """Copy `ip`, `tc` and their libraries into a folder, for a machine that has neither."""
+    from thinwire.lab import tools
+
+    copied = tools.pack(folder)
+    if as_json:
+        print_json({"copied": [str(path) for path in copied]})
+        return
+    nbytes = sum(path.stat().st_size for path in copied)
+    typer.echo(f"{len(copied)} files, {nbytes / 1e6:.1f} MB, in {folder}. On the other machine:")
+    names = " ".join(f"{tools.VARIABLES[name]}=/path/to/{folder.name}/{name}" for name in tools.PROGRAMS)
+    typer.echo(f"  export {names}")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 StorePath = Annotated[Path, typer.Option("--store", help="The file that keeps what is done.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train anew what is kept already.")]
+Device = Annotated[str, typer.Option(help="cpu, or cuda: on GPUs that the hosts share, over NCCL.")]
 STORE = Path("thinwire.sqlite")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from thinwire.cli.output import Json, print_json, print_table
-from thinwire.cli.progress import STORE, Fresh, StorePath, train
+from thinwire.cli.progress import STORE, Device, Fresh, StorePath, train
 
 app = typer.Typer(help="Questions that only training answers.", no_args_is_help=True)
 
@@ -50,7 +50,7 @@ def study_convergence(
 @app.command("run")
 def study_run(  # noqa: PLR0913
     data: Annotated[str, typer.Option(help="A set of `thinwire data`.")] = "fashion-mnist",
-    network: Annotated[str, typer.Option(help="cnn, cnn-small, mlp or mlp-wide.")] = "cnn",
+    network: Annotated[str, typer.Option(help="cnn, mlp, resnet18, gpt for texts, ...")] = "cnn",
     codec: Annotated[str, typer.Option(help="A recipe, a spec, auto, or plain for DDP by itself.")] = "int8",
     seed: int = 0,
     hosts: Annotated[int, typer.Option(min=1)] = 2,
@@ -58,6 +58,7 @@ def study_run(  # noqa: PLR0913
     steps: Annotated[int, typer.Option(min=1)] = 100,
     batch: Annotated[int, typer.Option(help="Samples of one rank and step.", min=1)] = 64,
     lr: float = 0.05,
+    device: Device = "cpu",
     store: StorePath = STORE,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -69,9 +70,10 @@ def study_run(  # noqa: PLR0913
     from thinwire import report
     from thinwire.cli.data import fetch_bar
     from thinwire.cli.report import print_summary
-    from thinwire.study import Trial
+    from thinwire.study import Trial, demo
 
-    trial = Trial("run", data, network, codec, seed, hosts, link, steps, batch, lr)
+    demo.check(device)
+    trial = Trial("run", data, network, codec, seed, hosts, link, steps, batch, lr, device=device)
     with fetch_bar(data) as fetching:
         sets.fetch(data, fetching)
     records = train([trial], store, fresh=fresh)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Section, section
 from thinwire.errors import CodecError
+from thinwire.kernels import cast_segments
+from thinwire.kernels.params import Draw, Segments
 from thinwire.rounding import Stream
 
 PIECE = 1 << 16  # elements that are converted at a time
@@ -80,3 +82,67 @@ class Cast(Codec):
 
     def _values(self, wire: Tensor) -> Tensor:
         return wire.view(self.torch_dtype)
+
+    # Segments
+
+    def reads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return dtype == torch.float32 or device.type == "cuda"
+
+    @property
+    def reduces_segments(self) -> bool:
+        return True
+
+    def encode_segments(
+        self,
+        x: Tensor,
+        wire: Tensor,
+        segments: Segments,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        if self._serves(wire, residual):
+            cast_segments.encode(x, wire, segments, self.torch_dtype, residual)
+        else:
+            super().encode_segments(x, wire, segments, draw, residual=residual, shared=shared)
+
+    def decode_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float = 1.0,
+        count: int = 1,
+        stride: int = 0,
+    ) -> None:
+        if self._serves(wires, None):
+            cast_segments.decode(wires, out, segments, self.torch_dtype, weight, count, stride)
+        else:
+            super().decode_segments(wires, out, segments, weight, count, stride)
+
+    def reduce_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float,
+        count: int,
+        stride: int,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> None:
+        if self._serves(wires, residual):
+            args = (wires, out, segments, self.torch_dtype, weight, count, stride, residual)
+            cast_segments.reduce(*args)
+            return
+        total = torch.empty(segments.numel, device=wires.device)
+        self.decode_segments(wires, total, segments.packed, weight, count, stride)
+        if residual is None:
+            total += 0.0  # as a sum that starts from zero
+        self.encode_segments(total, out, segments.packed, draw, residual=residual)
+
+    def _serves(self, wire: Tensor, residual: Tensor | None) -> bool:
+        plain = residual is None or wire.device.type == "cuda"
+        return plain and cast_segments.serves(self.torch_dtype, wire.device)

@@ -16,6 +16,7 @@ from thinwire.data.read import load
 from thinwire.data.sets import SETS, DataSet, File, get
 from thinwire.data.sources import Progress, Source
 from thinwire.data.store import Choice, best, came_from, check, describe, fetch, present, where
+from thinwire.data.texts import Text, examples, is_text, texts
 
 __all__ = [
     "SETS",
@@ -25,14 +26,18 @@ __all__ = [
     "Images",
     "Progress",
     "Source",
+    "Text",
     "best",
     "came_from",
     "check",
     "describe",
+    "examples",
     "fetch",
     "get",
     "images",
+    "is_text",
     "load",
     "present",
+    "texts",
     "where",
 ]

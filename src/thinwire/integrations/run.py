@@ -51,7 +51,8 @@ def _on_stream(
     works: Sequence[StreamWork], buffer: Tensor, finish: Finish, more: "Sequence[Future[Any]]"
 ) -> "Future[Tensor]":
     """The stream of the last call waits for the others; then the future is done, on that stream."""
-    last, future = works[-1].stream, Future[Tensor](devices=[buffer.device])
+    last = works[-1].stream
+    future: Future[Tensor] = Future(devices=[buffer.device])
     with torch.cuda.stream(last):
         for work in works[:-1]:
             work.wait()

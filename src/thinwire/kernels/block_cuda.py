@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from thinwire.kernels import block_programs, block_reference, onebit_reference, reference, soundness
+from thinwire.kernels import block_programs, block_reference, onebit_reference, soundness
 from thinwire.kernels.block_programs import FLOAT, GRID, STEPS
 from thinwire.kernels.cuda import _tables
 from thinwire.kernels.params import (
@@ -254,10 +254,7 @@ def _fits(p: BlockParams, rule: int) -> bool:
         return False
     if isinstance(p.element, GridParams):
         return p.limit * 2.0**p.element.frac_bits <= min(p.element.high, -p.element.low)
-    if not isinstance(p.element, FloatParams) or not p.element.negative_zero:
-        return False
-    largest = reference.from_codes(p.element, torch.tensor([p.element.max_code])).item()
-    return p.limit <= largest
+    return isinstance(p.element, FloatParams) and _shortness(p.element) >= 0
 
 
 def _layout(p: BlockParams, rule: int, item_nbytes: int) -> tuple[int, ...]:
@@ -276,7 +273,7 @@ def _format(element: Params, mode: int) -> tuple[int, tuple[Any, ...]]:
     if isinstance(element, FloatParams):
         man, low, max_code, sign, subnormals, *rest = (int(n) for n in element.scalars)
         top = 2.0 ** ((max_code >> man) + low - 128) * (1 + max_code % (1 << man) / (1 << man))
-        shape = (not subnormals, element.is_quick(mode), element.specials, top)
+        shape = (not subnormals, element.is_quick(mode), element.specials, top, _shortness(element))
         return FLOAT, (man, low, max_code, sign, *rest, *shape)
     if isinstance(element, GridParams):
         return GRID, (element.bits, 2.0**element.frac_bits, float(element.low), float(element.high))
@@ -332,6 +329,17 @@ def program(kernel: Any, constants: dict[str, Any], kind: tuple[Any, ...]) -> Pr
     if found is None:
         found = _PROGRAMS[key] = Program(kernel, constants)
     return found
+
+
+def _shortness(element: FloatParams) -> int:
+    """Which programs serve a float: -1 the general one, 0 that of short floats, 1 and 2 the processor's own."""
+    saturates = element.over_pos == element.inf_pos == element.max_code
+    reach = element.min_exponent + (element.max_code >> element.man) + 23 - element.man
+    plain = element.man > 0 and element.subnormals and element.negative_zero and element.bits <= 8
+    if not (plain and saturates and reach <= 254):
+        return -1
+    native = {(4, 3, 7, 126): 1, (5, 2, 15, 123): 2}
+    return native.get((element.exp, element.man, element.bias, element.max_code), 0)
 
 
 def _launch(kernel: Any, rows: Tensor, numel: int, args: tuple[Any, ...], shape: dict[str, Any]) -> None:

@@ -345,7 +345,10 @@ def _to_codes(y, keep, word, tables, C: tl.constexpr, L: tl.constexpr):
     if FAMILY == _GRID:
         return _grid_codes(y, keep, word, FORMAT, MODE, FILLS, L)
     elif FAMILY == _FLOAT:
-        return _float_codes(y.to(tl.int32, bitcast=True), word, FORMAT, MODE, FILLS) & _spread(keep, L)
+        if FORMAT[16] >= 0 and MODE == _NEAREST and not FILLS:
+            return _short_codes(y, FORMAT) & _spread(keep, L)
+        else:
+            return _float_codes(y.to(tl.int32, bitcast=True), word, FORMAT, MODE, FILLS) & _spread(keep, L)
     else:
         index, starts, table, pairs, _ = tables
         b = y.to(tl.int32, bitcast=True)
@@ -363,9 +366,29 @@ def _nearest_codes(y, C: tl.constexpr):
             y = y * FORMAT[1]
         return (y + _MAGIC).to(tl.int32, bitcast=True) & ((1 << FORMAT[0]) - 1)
     else:
-        b = y.to(tl.int32, bitcast=True)
-        magnitude = _float_magnitude(b, b.to(tl.uint32), _scalar(FORMAT[0]), _scalar(FORMAT[1]), _NEAREST, FORMAT[12], FORMAT[13])
-        return magnitude | ((b >> 31) & FORMAT[3])
+        return _short_codes(y, FORMAT)
+
+
+@triton.jit
+def _short_codes(y, FORMAT: tl.constexpr):
+    """Nearest codes of short floats that saturate, see `_is_short`; nothing here is NaN.
+
+    Adding the power of two whose last place is the last bit that is kept rounds a number, normal or not; the difference
+    of the patterns is then the significand in units of that bit.
+    """
+    MAN: tl.constexpr = FORMAT[0]
+    LOW: tl.constexpr = FORMAT[1]
+    if not _INTERPRETED and FORMAT[16] == 1:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    elif not _INTERPRETED and FORMAT[16] == 2:
+        return y.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        size = tl.minimum(tl.abs(y), FORMAT[15])
+        binade = tl.maximum(size.to(tl.int32, bitcast=True) & _INFINITY, LOW << 23)
+        unit = binade + ((23 - MAN) << 23)
+        kept = (size + unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+        code = kept + (unit >> (23 - MAN)) - unit - ((LOW + 23 - MAN) << MAN)
+        return code | ((y.to(tl.int32, bitcast=True) >> 31) & FORMAT[3])
 
 
 @triton.jit
@@ -505,7 +528,7 @@ def _put_scale(scale, section, at, mask, RULE: tl.constexpr, STORE: tl.constexpr
 
 @triton.jit
 def _e8m0(held):
-    return tl.where(held == 255, _NAN, _exp2_bits(held - 127)).to(tl.float32, bitcast=True)
+    return tl.where(held == 255, _NAN, tl.maximum(held << 23, 0x400000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

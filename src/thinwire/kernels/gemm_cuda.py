@@ -1,4 +1,4 @@
-"""Matrix products on a CUDA GPU, by Triton programs; formats without a quick way are done step by step.
+"""Matrix products on a CUDA GPU, by Triton programs; those without a quick way to round are `gemm_general`'s.
 
 A program computes a tile of the result. Where tiles do not keep the device busy, as in the gradients of
 weights, which are small sums over many rows, several programs share the steps of a tile, if the order of
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import InputError
-from thinwire.kernels import gemm_exact, gemm_programs, gemm_quire, gemm_quire_programs, gemm_reference
+from thinwire.kernels import gemm_exact, gemm_general, gemm_programs, gemm_quire, gemm_quire_programs
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams, Quick
 from thinwire.kernels.params import StepsParams
 from thinwire.kernels.reference import Key
@@ -37,13 +37,19 @@ ROOM = 1 << 26  # float32 numbers at most that wait for a partner; more rows tak
 
 def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
     """[batch, M, K] times [batch, K, N] into `out`, which is contiguous and not empty; K is at least 1."""
-    if p.quick is None:
-        gemm_reference.gemm(p, a, b, out, key)
-    elif out.device.index == torch.cuda.current_device():
-        _run(p, p.quick, a, b.contiguous(), out)
+    if out.device.index == torch.cuda.current_device():
+        _gemm(p, a, b.contiguous(), out, key)
     else:
         with torch.cuda.device(out.device):
-            _run(p, p.quick, a, b.contiguous(), out)
+            _gemm(p, a, b.contiguous(), out, key)
+
+
+def _gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None) -> None:
+    quick = p.quick
+    if quick is None:
+        gemm_general.gemm(p, a, b, out, key, _processors(out.device))
+    else:
+        _run(p, quick, a, b, out)
 
 
 def exact(

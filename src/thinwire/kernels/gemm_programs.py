@@ -180,78 +180,51 @@ def chunks_kernel(
 
 @triton.jit
 def _leaf(pa, pb, k, K, M, N, rows, columns, pp, offset, PWAY: tl.constexpr, MOGAMI: tl.constexpr):
-    """A product, or -0 beyond the last, which changes no sum."""
+    """A product; beyond the last it is the last."""
     near = tl.minimum(k, K - 1).to(tl.int64)
-    p = _product(pa + near * M, pb + near * N, rows, columns, pp, offset, PWAY, MOGAMI)
-    bits = tl.where(k < K, p.to(tl.int32, bitcast=True), _SIGN)  # Triton makes a literal -0.0 a +0.0
-    return bits.to(tl.float32, bitcast=True)
+    return _product(pa + near * M, pb + near * N, rows, columns, pp, offset, PWAY, MOGAMI)
+
+
+@triton.jit
+def _join(s, t, there, ps, SWAY: tl.constexpr):
+    """The rounded sum, or `s` as it is if there is no `t`.
+
+    An odd one passes up: a sum of nothing is not added, as some formats make it another number than zero,
+    and a sum is not rounded twice, which in some formats changes it.
+    """
+    return tl.where(there, _round(s + t, ps, SWAY), s)
 
 
 @triton.jit
 def _two(
-    pa,
-    pb,
-    k,
-    K,
-    M,
-    N,
-    rows,
-    columns,
-    pp,
-    ps,
-    offset,
-    PWAY: tl.constexpr,
-    SWAY: tl.constexpr,
-    MOGAMI: tl.constexpr,
-):
+    pa, pb, k, K, M, N, rows, columns, pp, ps, offset,
+    PWAY: tl.constexpr, SWAY: tl.constexpr, MOGAMI: tl.constexpr,
+):  # fmt: skip
+    """The rounded sum of two products; a product without a partner is rounded alone."""
     p = _leaf(pa, pb, k, K, M, N, rows, columns, pp, offset, PWAY, MOGAMI)
-    return _round(p + _leaf(pa, pb, k + 1, K, M, N, rows, columns, pp, offset, PWAY, MOGAMI), ps, SWAY)
+    q = _leaf(pa, pb, k + 1, K, M, N, rows, columns, pp, offset, PWAY, MOGAMI)
+    bits = tl.where(k + 1 < K, q.to(tl.int32, bitcast=True), _SIGN)  # Triton makes a literal -0.0 a +0.0
+    return _round(p + bits.to(tl.float32, bitcast=True), ps, SWAY)
 
 
 @triton.jit
 def _four(
-    pa,
-    pb,
-    k,
-    K,
-    M,
-    N,
-    rows,
-    columns,
-    pp,
-    ps,
-    offset,
-    PWAY: tl.constexpr,
-    SWAY: tl.constexpr,
-    MOGAMI: tl.constexpr,
-):
-    p = _two(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
-    return _round(
-        p + _two(pa, pb, k + 2, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI), ps, SWAY
-    )
+    pa, pb, k, K, M, N, rows, columns, pp, ps, offset,
+    PWAY: tl.constexpr, SWAY: tl.constexpr, MOGAMI: tl.constexpr,
+):  # fmt: skip
+    s = _two(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+    t = _two(pa, pb, k + 2, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+    return _join(s, t, k + 2 < K, ps, SWAY)
 
 
 @triton.jit
 def _eight(
-    pa,
-    pb,
-    k,
-    K,
-    M,
-    N,
-    rows,
-    columns,
-    pp,
-    ps,
-    offset,
-    PWAY: tl.constexpr,
-    SWAY: tl.constexpr,
-    MOGAMI: tl.constexpr,
-):
-    p = _four(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
-    return _round(
-        p + _four(pa, pb, k + 4, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI), ps, SWAY
-    )
+    pa, pb, k, K, M, N, rows, columns, pp, ps, offset,
+    PWAY: tl.constexpr, SWAY: tl.constexpr, MOGAMI: tl.constexpr,
+):  # fmt: skip
+    s = _four(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+    t = _four(pa, pb, k + 4, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+    return _join(s, t, k + 4 < K, ps, SWAY)
 
 
 @triton.jit(do_not_specialize=["K", "offset", "p4", "s4"])
@@ -262,7 +235,7 @@ def pairwise_kernel(
     """Sums of 16 neighbours are made in registers; those of 32, 64 ... wait for a partner in `room`.
 
     That holds a tile for each level and program. The barrier is there because a tile may be read by other
-    threads than wrote it. Beyond K there are sums of nothing, -0, up to a power of two.
+    threads than wrote it.
     """
     pp, ps = (p0, p1, p2, p3, p4, p5, p6), (s0, s1, s2, s3, s4, s5, s6)
     rm, rn = _tile(M, N, BM, BN)
@@ -280,9 +253,8 @@ def pairwise_kernel(
     for block in range(0, blocks):
         k = block * _LEAVES
         s = _eight(pa, pb, k, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
-        s = _round(
-            s + _eight(pa, pb, k + 8, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI), ps, SWAY
-        )
+        t = _eight(pa, pb, k + 8, K, M, N, rows, columns, pp, ps, offset, PWAY, SWAY, MOGAMI)
+        s = _join(s, t, k + 8 < K, ps, SWAY)
         level = 0
         while (block >> level) & 1 == 1:
             s = _round(tl.load(mine + level * (BM * BN)) + s, ps, SWAY)

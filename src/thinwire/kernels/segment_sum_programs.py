@@ -49,10 +49,8 @@ def way_of(C):
         return BITS
     if bits == 4:
         return LANES
-    if family == FLOAT and bits == 8:
-        man, low, largest, _, negative_zero = format[:5]
-        found = {(3, 121, 126, 1): E4M3FN, (2, 113, 123, 1): E5M2}
-        return found.get((man, low, largest, negative_zero), CODES) if not format[12] else CODES
+    if family == FLOAT and format[16] > 0:
+        return E4M3FN if format[16] == 1 else E5M2
     return CODES
 
 

@@ -6,14 +6,16 @@ import os
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from thinwire.errors import LabError
-from thinwire.lab import namespaces
+from thinwire.lab import gpus, mps, namespaces
 from thinwire.lab.namespaces import Counters, Names
 from thinwire.lab.sessions import Launch, Reading, Run, Session
 from thinwire.lab.topology import Plan
@@ -21,6 +23,7 @@ from thinwire.lab.topology import Plan
 FIRST_PORT = 29500
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 _numbers = itertools.count()
+_with_gpus: list[dict[str, Any]] = []
 
 
 class Lab:
@@ -29,11 +32,16 @@ class Lab:
     Takes `hosts` and `link`, or `nodes`, `per_node`, `inside` and `between`; `burst` of all links, if not the
     one `Link` explains; `loopback=True` for plain processes on 127.0.0.1, not throttled.
 
+    device: "cuda" for ranks that use the GPUs of this machine, which they share if there are too few; "cpu"
+    for ranks that use none; "auto" if it is not known: as "cuda" where this process sees a GPU. Ranks that
+    share a GPU are served by MPS, whose daemon the lab starts if none runs. It takes nothing of a GPU before
+    a rank uses one, and ends with the lab.
+
     Everything is removed when the block ends, by an exception, Ctrl-C, SIGTERM or SIGHUP too. Only SIGKILL
     leaves namespaces behind, which `clean()` removes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hosts: int | None = None,
         link: str | None = None,
@@ -44,9 +52,12 @@ class Lab:
         between: str | None = None,
         burst: str | int | None = None,
         loopback: bool = False,
+        device: str = "auto",
     ):
+        self.device = gpus.check(device)
         self.topology = Plan(hosts, link, nodes, per_node, inside, between, burst, loopback).topology()
         self._names: Names | None = None
+        self._mps = mps.Daemon("")
         self._owner = os.getpid()
         self._sessions: list[Session] = []
         self._handlers: dict[int, Any] = {}
@@ -67,6 +78,7 @@ class Lab:
         try:
             if self._names:
                 namespaces.build(self.topology, self._names)
+            self._find_gpus()
         except BaseException:
             self.close()
             raise
@@ -94,14 +106,16 @@ class Lab:
             raise LabError("this lab is not open; use it as in: with Lab(hosts=2) as lab: lab.run(command)")
         launch = Launch(tuple(command), env, cwd)
         launch.check()
-        port = _free_port() if self.topology.loopback else FIRST_PORT + len(self._sessions)
+        topology = self.topology
+        port = _free_port() if topology.loopback else FIRST_PORT + len(self._sessions)
         before = self._read()
         processes = []
         try:
-            for rank in range(self.topology.world):
-                processes.append(launch.on(self._enter(rank), self.topology.environment(rank, port)))
+            for rank in range(topology.world):
+                told = {**topology.environment(rank, port), **self._mps.environment()}
+                processes.append(launch.on(self._enter(rank), told, topology.defaults()))
         finally:
-            session = Session(self.topology, processes, self._read, before, echo)
+            session = Session(topology, processes, self._read, before, echo)
             self._sessions.append(session)
         return session
 
@@ -138,16 +152,45 @@ class Lab:
         self._open = False
         try:
             with _undisturbed():
-                for session in self._sessions:
-                    session.stop()
-                if self._names:
-                    namespaces.remove(list(self._names))
+                self._remove()
         finally:
-            self._names = None
+            self._names, self._mps = None, mps.Daemon("")
             atexit.unregister(self.close)
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
             self._handlers = {}
+
+    def _remove(self) -> None:
+        """The ranks, then the namespaces with whatever still runs in them, then the daemon they used."""
+        try:
+            for session in self._sessions:
+                session.stop()
+            if self._names:
+                namespaces.remove(list(self._names))
+        finally:
+            mps.stop(self._mps)
+
+    def _find_gpus(self) -> None:
+        """Which GPUs the ranks use, and MPS for those that share one."""
+        self.topology = replace(self.topology, gpus=None)
+        found = gpus.visible() if self.device != "cpu" else ()
+        if not found:
+            if self.device == "cuda":
+                raise LabError(
+                    "no GPU is seen here (look at nvidia-smi and CUDA_VISIBLE_DEVICES); device='cpu' "
+                    "(--device cpu) makes a lab without"
+                )
+            return
+        topology, chosen = self.topology, self.device == "cuda"
+        used = gpus.Gpus(found, topology.per_node, topology.world, chosen)
+        if used.shared:
+            self._mps = mps.start()
+            used = replace(used, mps=self._mps.said)
+            if self._mps.absent and chosen:
+                warnings.warn(f"MPS: {self._mps.said}; {mps.SLOW}", RuntimeWarning, stacklevel=3)
+        self.topology = replace(topology, gpus=used)
+        if (described := self.topology.describe()) not in _with_gpus:
+            _with_gpus.append(described)
 
     def _enter(self, rank: int) -> list[str]:
         return namespaces.enter(self._names, rank, self.topology.hosts_file()) if self._names else []
@@ -159,6 +202,16 @@ class Lab:
         for signum in ENDINGS:
             if signal.getsignal(signum) == signal.SIG_DFL:
                 self._handlers[signum] = signal.signal(signum, _end)
+
+
+def with_gpus() -> list[dict[str, Any]]:
+    """The labs of this process whose ranks could use GPUs, described: for records of what was measured."""
+    return list(_with_gpus)
+
+
+def clean() -> list[str]:
+    """Remove what killed labs left behind: namespaces, and daemons of MPS; the names of what was removed."""
+    return [*namespaces.clean(), *mps.clean()]
 
 
 def _end(signum: int, _frame: FrameType | None) -> None:

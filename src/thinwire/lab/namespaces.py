@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import LabError
+from thinwire.lab import tools
 from thinwire.lab.topology import INTERFACE, Link, Topology
 
 FOLDER = Path("/run/netns")
 NAME = re.compile(r"tw-(\d+)-(\d+)-(\d+)-(sw|r\d+)")
 WITHOUT = "--loopback (loopback=True) works without, unthrottled"
-SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 
 # `ip netns exec` gives the command its own view of the file systems. In that view alone, a longer /etc/hosts
@@ -104,15 +103,13 @@ def start_time(pid: int) -> int | None:
 
 def require() -> None:
     """Raise a `LabError` if this machine or user cannot build namespaces."""
-    for program in ("ip", "tc"):
-        if _find(program) is None:
-            raise LabError(f"the lab needs `{program}`: install iproute2 (apt install iproute2). {WITHOUT}")
+    for program in tools.PROGRAMS:
+        try:
+            tools.need(program)
+        except LabError as error:
+            raise LabError(f"{error}. {WITHOUT}") from None
     if os.geteuid() != 0:
         raise LabError(f"the lab makes network namespaces, which needs root: run it with sudo. {WITHOUT}")
-
-
-def _find(program: str) -> str | None:
-    return shutil.which(program) or shutil.which(program, path=SYSTEM_PATH)
 
 
 def run(program: str, *arguments: str, batch: list[str] | None = None) -> str:
@@ -120,9 +117,9 @@ def run(program: str, *arguments: str, batch: list[str] | None = None) -> str:
 
     It has a session of its own, so that Ctrl-C at the terminal does not stop it half way.
     """
-    command = [_find(program) or program, *arguments, *(["-batch", "-"] if batch else [])]
+    words = [*arguments, *(["-batch", "-"] if batch else [])]
     done = subprocess.run(
-        command,
+        [*tools.command(program), *words],
         input="\n".join(batch) + "\n" if batch else "",
         capture_output=True,
         text=True,
@@ -131,7 +128,7 @@ def run(program: str, *arguments: str, batch: list[str] | None = None) -> str:
     )
     if done.returncode:
         complaint = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
-        raise LabError(f"`{' '.join([program, *command[1:]])}` failed: {complaint}. {WITHOUT}")
+        raise LabError(f"`{' '.join([program, *words])}` failed: {complaint}. {WITHOUT}")
     return done.stdout
 
 
@@ -213,7 +210,7 @@ def _throttle(port: str, link: Link) -> str:
 
 def enter(made: Names, rank: int, hosts: str) -> list[str]:
     """What to put before a command so that it runs on this rank; `hosts` is added to its /etc/hosts."""
-    return [_find("ip") or "ip", "netns", "exec", made.host(rank), "sh", "-c", ADD_HOSTS, "sh", hosts]
+    return [*tools.command("ip"), "netns", "exec", made.host(rank), "sh", "-c", ADD_HOSTS, "sh", hosts]
 
 
 def counters(made: Names) -> tuple[Counters, ...]:

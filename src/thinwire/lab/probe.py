@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 FIRST_PORT = 29000
 CHUNK_NBYTES = 1 << 18
 PATIENCE_S = 60.0
+STREAMS, FAST_MBIT_PER_S = 4, 10_000  #: connections of a pair whose link is faster: one does not fill it
 
 
 def pairs(world: int, per_node: int, two_levels: bool) -> list[tuple[int, int]]:
@@ -28,18 +30,25 @@ def pairs(world: int, per_node: int, two_levels: bool) -> list[tuple[int, int]]:
 
 
 def check(lab: "Lab", seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Measure every pair for so many seconds: payload in Mbit/s and the nominal rate (None on loopback)."""
+    """Measure every pair for so many seconds: payload in Mbit/s and the nominal rate (None on loopback).
+
+    Links of more than 10gbit are measured with four connections at once, all others with one.
+    """
     topology = lab.topology
     chosen = pairs(topology.world, topology.per_node, topology.between is not None)
     if not chosen:
         raise _error("a lab of one rank has no link to measure; use two hosts or more")
-    plan = [[source, target, topology.address(target)] for source, target in chosen]
+    plan = [[*pair, topology.address(pair[1]), _streams(topology.nominal(*pair))] for pair in chosen]
     command = [sys.executable, __file__, json.dumps(plan), str(seconds)]
     run = lab.run(command, timeout_s=PATIENCE_S + 2 * seconds * len(plan), echo=False)
     if not run.ok:
         raise _error(f"the links could not be measured: {' '.join(''.join(run.outputs).split())}")
     found = {(each["from"], each["to"]): each for text in run.outputs for each in _lines(text)}
     return [_compare(found[pair], topology.nominal(*pair)) for pair in chosen]
+
+
+def _streams(link: Any) -> int:
+    return STREAMS if link and link.bits_per_s / 1e6 > FAST_MBIT_PER_S else 1
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
@@ -61,11 +70,20 @@ def _compare(measured: dict[str, Any], link: Any) -> dict[str, Any]:
         "nominal_mbit_per_s": nominal,
         "measured_mbit_per_s": found,
         "share": found / nominal if nominal else None,
+        "connections": _streams(link),
     }
 
 
-def send(address: str, port: int, seconds: float) -> None:
+def send(address: str, port: int, seconds: float, streams: int = 1) -> None:
     """Send for so many seconds, once the receiver listens, and wait until all has arrived."""
+    senders = [threading.Thread(target=_send, args=(address, port, seconds)) for _ in range(streams)]
+    for each in senders:
+        each.start()
+    for each in senders:
+        each.join()
+
+
+def _send(address: str, port: int, seconds: float) -> None:
     with _connect(address, port) as connection:
         chunk, end = bytes(CHUNK_NBYTES), time.monotonic() + seconds
         while time.monotonic() < end:
@@ -85,28 +103,39 @@ def _connect(address: str, port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def receive(address: str, port: int) -> tuple[int, float]:
-    """Bytes that came after the first piece, and the seconds they took."""
+def receive(address: str, port: int, streams: int = 1) -> tuple[int, float]:
+    """Bytes after the first piece of each connection, and the seconds from the first to the last."""
     with socket.create_server((address, port)) as server:
         server.settimeout(PATIENCE_S)
-        connection, _ = server.accept()
+        connections = [server.accept()[0] for _ in range(streams)]
+    found: list[tuple[int, float, float]] = []
+    receivers = [threading.Thread(target=_receive, args=(each, found)) for each in connections]
+    for each in receivers:
+        each.start()
+    for each in receivers:
+        each.join()
+    counts, starts, ends = zip(*found, strict=True)
+    return sum(counts), max(ends) - min(starts)
+
+
+def _receive(connection: socket.socket, found: list[tuple[int, float, float]]) -> None:
     with connection:
         buffer, nbytes = bytearray(CHUNK_NBYTES), 0
         connection.recv_into(buffer)
         start = time.monotonic()
         while got := connection.recv_into(buffer):
             nbytes += got
-        return nbytes, time.monotonic() - start
+        found.append((nbytes, start, time.monotonic()))
 
 
 def main() -> None:
     """One rank's part."""
     rank, seconds = int(os.environ["RANK"]), float(sys.argv[2])
-    for number, (source, target, address) in enumerate(json.loads(sys.argv[1])):
+    for number, (source, target, address, streams) in enumerate(json.loads(sys.argv[1])):
         if rank == source:
-            send(address, FIRST_PORT + number, seconds)
+            send(address, FIRST_PORT + number, seconds, streams)
         if rank == target:
-            nbytes, took = receive(address, FIRST_PORT + number)
+            nbytes, took = receive(address, FIRST_PORT + number, streams)
             line = {"from": source, "to": target, "nbytes": nbytes, "seconds": took}
             sys.stdout.write(json.dumps(line) + "\n")
 

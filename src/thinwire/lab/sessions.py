@@ -194,12 +194,14 @@ class Launch:
                 f"there is no program '{self.command[0]}'; scripts need one, as in: python train.py"
             )
 
-    def on(self, prefix: Sequence[str], told: dict[str, str]) -> subprocess.Popen[str]:
+    def on(
+        self, prefix: Sequence[str], told: dict[str, str], defaults: dict[str, str]
+    ) -> subprocess.Popen[str]:
         """Start it for one rank: `prefix` enters the rank's namespace, `told` is the rank's environment.
 
-        One thread a rank and unbuffered output, unless the environment says otherwise.
+        One thread a rank, unbuffered output and `defaults`, unless the environment says otherwise.
         """
-        friendly = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        friendly = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **defaults}
         return subprocess.Popen(
             [*prefix, *self.command],
             env={**friendly, **os.environ, **(self.env or {}), **told},

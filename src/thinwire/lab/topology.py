@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import LabError
+from thinwire.lab.gpus import Gpus
 
 INTERFACE = "eth0"
 MOST_RANKS = 250
@@ -22,6 +23,12 @@ QUEUE_S = 0.1
 LEAST_QUEUE_NBYTES = 64 << 10
 MOST_PACKET_NBYTES = 64 << 10
 CUT_PACKET_NBYTES = 16 << 10
+
+#: NCCL on a throttled link: sockets only. InfiniBand, plugins and NVLink between hosts would go around it.
+SOCKETS_ONLY = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+#: One socket carries about 10 Gbit/s; several reach about 27 of 40.
+FAST_BITS_PER_S = 10 * 10**9
+SEVERAL_SOCKETS = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class Topology:
     link: Link
     between: Link | None = None
     loopback: bool = False
+    gpus: Gpus | None = None
 
     @property
     def world(self) -> int:
@@ -107,6 +115,9 @@ class Topology:
         return min(largest, max(self.between.burst_nbytes // 2, CUT_PACKET_NBYTES))
 
     def __str__(self) -> str:
+        return f"{self._joined()}, {self.gpus}" if self.gpus else self._joined()
+
+    def _joined(self) -> str:
         if self.loopback:
             return f"{self.world} ranks, loopback, not throttled"
         if self.between is None:
@@ -128,6 +139,7 @@ class Topology:
             **{name: link.name for name, link in links.items() if link},
             **{f"{name}_bits_per_s": link.bits_per_s for name, link in links.items() if link},
             **{f"{name}_burst_nbytes": link.burst_nbytes for name, link in links.items() if link},
+            **(self.gpus.describe() if self.gpus else {"device": "cpu"}),
         }
 
     def address(self, rank: int) -> str:
@@ -151,7 +163,11 @@ class Topology:
         return min(self.link, self.between, key=lambda link: link.bits_per_s)
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun would tell this rank, and which interface to use."""
+        """What torchrun would tell this rank, which interface to use, and which GPU.
+
+        NCCL refuses two ranks of one host on one GPU. Every rank says that it is a host of its own, also the
+        ranks of one node: what they send each other goes over their links, as it should in a lab.
+        """
         interface = "lo" if self.loopback else INTERFACE
         node, local = divmod(rank, self.per_node)
         return {
@@ -166,8 +182,15 @@ class Topology:
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,
+            "NCCL_HOSTID": f"rank{rank}",
+            **({} if self.loopback else SOCKETS_ONLY),
+            **(self.gpus.environment(rank) if self.gpus else {}),
             "THINWIRE_LAB": json.dumps(self.describe()),
         }
+
+    def defaults(self) -> dict[str, str]:
+        """What ranks are told unless the user's environment says otherwise."""
+        return SEVERAL_SOCKETS if not self.loopback and self.link.bits_per_s > FAST_BITS_PER_S else {}
 
 
 @dataclass(frozen=True)

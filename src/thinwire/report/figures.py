@@ -53,7 +53,7 @@ def curves(setting: Plain, look: dict[str, Plain], x: str, y: str) -> Plain:
     }  # fmt: skip
     up: dict[str, Plain] = {
         "loss": {"title": {"text": "training loss"}, "rangemode": "tozero"},
-        "accuracy": {"title": {"text": "test accuracy"}, "tickformat": ".0%"},
+        "accuracy": {"title": {"text": f"test {setting['measure']}"}, "tickformat": ".0%"},
     }
     return {
         "data": data,

@@ -20,7 +20,7 @@ def headline(setting: dict[str, Any]) -> str:
     same = [each for each, difference in found if _is_same(difference)]
     good = same or [each for each, difference in found if _keeps(difference)] or rivals
     best = max(good, key=lambda each: each[gain]["mean"])
-    ending = _ending(Estimate(**best["difference"]))
+    ending = _measured(_ending(Estimate(**best["difference"])), setting["measure"])
     said = f"{_name(best, setting)} {_gain(best, setting)} and {ending}."
     return said[0].upper() + said[1:] if best["codec"] == "auto" else said
 
@@ -81,4 +81,13 @@ def _beside(difference: float) -> str:
 def _alone(setting: dict[str, Any]) -> str:
     """Without fp32, or with nothing else, there is nothing to compare."""
     best = max(setting["codecs"], key=lambda each: each["accuracy"]["mean"])
-    return f"{best['codec']} ends at an accuracy of {text.percent(Estimate(**best['accuracy']))}."
+    said = f"{best['codec']} ends at an accuracy of {text.percent(Estimate(**best['accuracy']))}."
+    return _measured(said, setting["measure"])
+
+
+def _measured(said: str, measure: str) -> str:
+    """The same with the measure's own name."""
+    named = said.replace(f"an {text.ACCURACY}", f"a {measure}")
+    return (
+        said if measure == text.ACCURACY else named if named != said else said.replace(text.ACCURACY, measure)
+    )

@@ -138,6 +138,7 @@ def _lede(setting: Plain) -> str:
     seeds = len(setting["seeds"])
     link = text.link(setting["link"])
     where = f"with links of {link}" if setting["throttled"] else "over loopback, which is not throttled"
+    where = f"on {setting['gpus']}, {where}" if setting["gpus"] else where
     said = (
         f"{setting['network']} on {setting['data']}, {setting['hosts']} hosts {where}, "
         f"{seeds} {'seeds' if seeds > 1 else 'seed'}."
@@ -297,6 +298,7 @@ def _facts(setting: Plain) -> str:
         "Data set": setting["data"],
         "Network": setting["network"],
         "Hosts": setting["hosts"],
+        **({"Computing": setting["gpus"]} if setting["gpus"] else {}),
         "Link": f"{link} for each host" if setting["throttled"] else f"{link}: not throttled",
         "Steps": f"{setting['steps']:,}",
         "Batch": f"{setting['batch']} samples for each host",

@@ -13,7 +13,7 @@ from thinwire.study.statistics import Estimate, differences, estimate, ratios
 
 BASE = "fp32"  #: what speed and accuracy are compared with
 FIRST, LAST = (BASE, "plain"), "auto"
-SETTING = ("study", "data", "network", "hosts", "link", "steps", "batch", "lr")
+SETTING = ("study", "data", "network", "hosts", "link", "steps", "batch", "lr", "device")
 SECONDS = ("compute", "wait", "encode", "wire", "decode")
 CURVE = ("step", "seconds", "sent_nbytes", "loss", "accuracy")
 
@@ -47,11 +47,26 @@ def _setting(records: Sequence[Record]) -> Plain:
     found = {
         **{name: getattr(trial, name) for name in SETTING},
         "throttled": trial.link != text.LOOPBACK,
+        "gpus": _gpus(records),
+        "measure": text.measure(trial.data),
         "seeds": sorted({record.trial.seed for record in records}),
         "codecs": codecs,
         "choice": _choice(groups),
     }
     return {**found, "headline": headline(found), "notes": _notes(found)}
+
+
+def _gpus(records: Sequence[Record]) -> str | None:
+    """What the hosts computed on, in words; None if that was no GPU."""
+    if records[0].trial.device == "cpu":
+        return None
+    lab = records[0].environment.get("lab", {})
+    names = lab.get("gpus") or ["GPU"]
+    if not lab.get("gpu_shared"):
+        return f"{text.listed(list(dict.fromkeys(names)))}, one for each host" if lab else "GPU"
+    count = "one" if len(names) == 1 else str(len(names))
+    served = {"none": "without MPS"}.get(str(lab.get("mps", "")).split(":")[0], "with MPS")
+    return f"{count} {text.listed(list(dict.fromkeys(names)))} for all hosts, {served}"
 
 
 def _codecs(records: Sequence[Record]) -> list[str]:
@@ -191,6 +206,14 @@ def _notes(setting: Plain) -> list[str]:
     notes = []
     if not setting["throttled"]:
         notes.append("The link is loopback: not throttled, so speed-ups here say nothing about a wire.")
+    if setting["gpus"] and "for all" in setting["gpus"]:
+        notes.append(
+            f"The hosts share a GPU ({setting['gpus']}): computing takes longer than with a GPU for each."
+        )
+    if setting["measure"] != text.ACCURACY:
+        notes.append(
+            "Accuracy is that of the next byte: how often the likeliest byte is the one that follows."
+        )
     apart = [each["codec"] for each in setting["codecs"] if not each["replicas_equal"]]
     if apart:
         notes.append(f"Replicas did not stay identical with {text.listed(apart)}: do not trust these runs.")

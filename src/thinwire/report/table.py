@@ -47,7 +47,7 @@ def title(setting: dict[str, Any]) -> str:
     return ", ".join(
         (
             f"{setting['network']} on {setting['data']}",
-            f"{setting['hosts']} hosts",
+            f"{setting['hosts']} hosts" + (f" on {setting['gpus']}" if setting["gpus"] else ""),
             link if setting["throttled"] else f"{link} (not throttled)",
             f"{setting['steps']} steps of {setting['hosts'] * setting['batch']} samples",
             f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}",

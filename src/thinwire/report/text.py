@@ -3,12 +3,14 @@
 import math
 import re
 
+from thinwire.data import SETS, is_text
 from thinwire.study.statistics import Estimate
 
 NOTHING = "–"  # noqa: RUF001
 MINUS = "−"  # noqa: RUF001
 TIMES = "×"  # noqa: RUF001
 LOOPBACK = "loopback"
+ACCURACY = "accuracy"
 UNITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 
 
@@ -110,6 +112,15 @@ def link(name: str) -> str:
     """
     found = re.fullmatch(r"([0-9.]+)([kmg]bit)", name)
     return f"{found[1]} {UNITS[found[2]]}" if found else name
+
+
+def measure(data: str) -> str:
+    """What the accuracy of a set is called.
+
+    >>> measure("mnist"), measure("sotu")
+    ('accuracy', 'next-byte accuracy')
+    """
+    return f"next-byte {ACCURACY}" if data in SETS and is_text(data) else ACCURACY
 
 
 def listed(names: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""Networks of studies: small enough for one core a rank, with most parameters in matrices worth encoding.
+"""Networks of studies, with most parameters in matrices worth encoding; but for `resnet18` and `gpt`, small
+enough for one core a rank.
 
 | name | what | parameters on 28 x 28 grey images |
 |---|---|---|
@@ -11,27 +12,56 @@
 | `lenet5` | 6, 16 and 120 convolutions of 5 x 5, linear layers of 84 and 10 (as in PositNN) | 62 k |
 | `resnet8` | a residual network of three blocks: 16, 32 and 64 channels | 78 k |
 | `resnet18` | the usual one for small images: 64 to 512 channels | 11 M |
+| `gpt` | for texts: 6 layers of attention, 640 wide, 10 heads, as GPT-2 | 30 M |
+| `gpt-small` | the same with 2 layers, 64 wide, 2 heads | 137 k |
+
+Images are trained with SGD and momentum, texts with AdamW, whose learning rate rises for the first steps.
 
 Convolutions are followed by group normalisation, but for `lenet5`, which has none. None has batch
 normalisation, so that replicas hold nothing but parameters.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.errors import InputError
 
-Shape = tuple[int, ...]  #: channels, height, width
+Shape = tuple[int, ...]  #: channels, height, width; of a text, bytes
 GROUPS = 8
+MOMENTUM = 0.9
+BETAS, DECAY, RISE = (0.9, 0.95), 0.1, 0.1  #: of AdamW, and the share of steps in which its rate rises
+DEVIATION = 0.02  #: of the first weights of GPT-2
 
 
 def get(name: str, shape: Shape, classes: int) -> nn.Module:
-    """A network by its name, for images of this shape; its weights come from torch's global generator."""
+    """A network by its name, for examples of this shape; its weights come from torch's global generator."""
     if name not in NETWORKS:
         raise InputError(f"there is no network '{name}'; use one of: {', '.join(NETWORKS)}")
+    if (name in TEXTS) != (len(shape) == 1):
+        fit = [each for each in NETWORKS if (each in TEXTS) == (len(shape) == 1)]
+        kind = "texts" if name in TEXTS else "images"
+        raise InputError(f"the network '{name}' is for {kind}; this data takes one of: {', '.join(fit)}")
     return NETWORKS[name](shape, classes)
+
+
+def optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """What trains a network: AdamW for texts, SGD with momentum for images."""
+    if name in TEXTS:
+        return torch.optim.AdamW(parameters, lr, BETAS, weight_decay=DECAY)
+    return torch.optim.SGD(parameters, lr, MOMENTUM)
+
+
+def rate(name: str, step: int, steps: int) -> float:
+    """The learning rate of a step, from 1 on, as a share of the highest; it falls to zero in a straight line.
+
+    >>> [round(rate("gpt", step, 40), 3) for step in (1, 2, 4, 5, 40)]
+    [0.25, 0.5, 0.925, 0.9, 0.025]
+    """
+    falling = 1 - (step - 1) / steps
+    return min(falling, step / max(1.0, RISE * steps)) if name in TEXTS else falling
 
 
 def _cnn(shape: Shape, classes: int, channels: tuple[int, ...], width: int) -> nn.Module:
@@ -120,6 +150,51 @@ def _resnet(shape: Shape, classes: int, widths: tuple[int, ...], blocks: int) ->
     return nn.Sequential(*layers, nn.AvgPool2d((height, across)), nn.Flatten(), nn.Linear(before, classes))
 
 
+class _Layer(nn.Module):
+    """Attention to what came before, then two linear layers; each has a way around (Radford et al. 2019)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before = nn.LayerNorm(width)
+        self.ask = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.between = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        asked = self.ask(self.before(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = asked.unbind()
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.join(found.transpose(1, 2).reshape(batch, length, width))
+        result: Tensor = x + self.narrow(nn.functional.gelu(self.widen(self.between(x))))
+        return result
+
+
+class _Gpt(nn.Module):
+    """A byte and its place to the byte that follows."""
+
+    def __init__(self, shape: Shape, classes: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(classes, width)
+        self.places = nn.Parameter(torch.empty(shape[0], width).normal_(std=DEVIATION))
+        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(depth)))
+        self.last = nn.LayerNorm(width)
+        self.out = nn.Linear(width, classes, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                inward = name.endswith(("join.weight", "narrow.weight"))
+                nn.init.normal_(parameter, std=DEVIATION / math.sqrt(2 * depth) if inward else DEVIATION)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.last(self.layers(self.symbols(x) + self.places)))
+        return result
+
+
 NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "cnn": lambda shape, classes: _cnn(shape, classes, (16, 32), 400),
     "cnn-small": lambda shape, classes: _cnn(shape, classes, (16, 32, 64), 64),
@@ -130,4 +205,7 @@ NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "lenet5": _lenet5,
     "resnet8": lambda shape, classes: _resnet(shape, classes, (16, 32, 64), 1),
     "resnet18": lambda shape, classes: _resnet(shape, classes, (64, 128, 256, 512), 2),
+    "gpt": lambda shape, classes: _Gpt(shape, classes, 640, 6, 10),
+    "gpt-small": lambda shape, classes: _Gpt(shape, classes, 64, 2, 2),
 }
+TEXTS = ("gpt", "gpt-small")

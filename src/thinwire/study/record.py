@@ -21,6 +21,7 @@ class Trial:
     batch: int  #: samples of one rank and step
     lr: float
     variant: str = ""  #: a digest of whatever else decides
+    device: str = "cpu"  #: or cuda: on GPUs that the hosts share, over NCCL
 
     @property
     def key(self) -> str:
@@ -28,6 +29,8 @@ class Trial:
         said = asdict(self)
         if not self.variant:
             del said["variant"]  # trials that have none are kept under the names they always had
+        if self.device == "cpu":
+            del said["device"]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -39,7 +42,7 @@ class Point:
     seconds: float  #: of training so far, evaluation not counted
     sent_nbytes: int  #: by rank 0 so far
     loss: float  #: of the training batches since the last point, mean over ranks
-    accuracy: float | None = None  #: on the test set, at points where it was measured
+    accuracy: float | None = None  #: on the test set, at points where it was measured; of a text, next bytes
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ class Record:
     seconds: dict[str, float]  #: of a step, mean: compute, encode, wire, decode, wait
     overlap: float  #: share of communication hidden behind computing
     layers: tuple[Layer, ...]
-    replicas_equal: bool  #: by hash of all parameters on all ranks, at every point
+    replicas_equal: (
+        bool  #: by hash of all parameters on all ranks, at every point (on a GPU: with an accuracy)
+    )
     predicted_step_s: float | None = None  #: by auto, before it began
     choice: dict[str, Any] | None = None  #: what auto weighed: `wire.stats()["auto"]`
     environment: dict[str, Any] = field(default_factory=dict)

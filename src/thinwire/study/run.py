@@ -41,17 +41,18 @@ def run(
 ) -> list[Record]:
     """The records of all trials, in their order; those that the store does not hold are run first.
 
-    Trials with the same hosts and link run one after another in one lab, by one start of the workers. `tell`
-    is called with every point of a curve and every record. If a rank fails, what was done is kept.
+    Trials with the same hosts, link and device run one after another in one lab, by one start of the workers.
+    `tell` is called with every point of a curve and every record. If a rank fails, what was done is kept.
     """
     trials = list(trials)
     missing = [trial for trial in trials if store.get(trial) is None]
-    places = dict.fromkeys((trial.hosts, trial.link) for trial in missing)
-    for hosts, link in places:
-        here = [trial for trial in missing if (trial.hosts, trial.link) == (hosts, link)]
+    places = dict.fromkeys(map(_place, missing))
+    for place in places:
+        here = [trial for trial in missing if _place(trial) == place]
+        hosts, link, device = place
         command = [*worker, json.dumps([asdict(trial) for trial in here])]
         loopback = link == LOOPBACK
-        with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback) as lab:
+        with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback, device=device) as lab:
             done = _follow(lab.start(command, echo=False), here, store, tell)
         if not done.ok:
             raise LabError(f"{hosts} hosts on {link}: {_failure(done)}")
@@ -60,6 +61,10 @@ def run(
     if lost:
         raise LabError(f"the workers ended well, but gave no record of {len(lost)} trials, first: {lost[0]}")
     return [record for record in found if record is not None]
+
+
+def _place(trial: Trial) -> tuple[int, str, str]:
+    return trial.hosts, trial.link, trial.device
 
 
 def seconds_left(
@@ -83,7 +88,8 @@ def command(trial: Trial) -> str:
     'thinwire study run --data mnist --network mlp --codec int8 --seed 0 --hosts 2 --link 100mbit ...
     """
     names = ("data", "network", "codec", "seed", "hosts", "link", "steps", "batch", "lr")
-    return " ".join(["thinwire study run", *(f"--{name} {getattr(trial, name)}" for name in names)])
+    said = [f"--{name} {getattr(trial, name)}" for name in names]
+    return " ".join(["thinwire study run", *said, *([] if trial.device == "cpu" else ["--device cuda"])])
 
 
 def _follow(session: Session, trials: list[Trial], store: Store, tell: Tell) -> Run:

@@ -3,8 +3,10 @@
     python -m thinwire.study.worker '[{"study": "demo", "codec": "int8", ...}, ...]'
 
 The seed of a trial decides the first weights and the order of the data, whatever the codec, so that trials of
-one seed can be compared in pairs. Rank 0 prints lines that `thinwire.study.run` reads: `STEP` and some JSON
-now and then, `RECORD` and a record as soon as a trial is done. A rank that fails prints `FAILED` and why.
+one seed can be compared in pairs. On a CPU ranks talk over gloo, on GPUs over NCCL.
+
+Rank 0 prints lines that `thinwire.study.run` reads: `STEP` and some JSON now and then, `RECORD` and a record
+as soon as a trial is done. A rank that fails prints `FAILED` and why.
 """
 
 import hashlib
@@ -35,12 +37,13 @@ from thinwire.study import networks
 from thinwire.study.record import Layer, Point, Record, Trial
 from thinwire.study.run import FAILED, RECORD, STEP, command
 
+Examples = data.Images | data.Text
 PLAIN = "plain"  #: a codec's name for DDP without thinwire
-MOMENTUM = 0.9
 POINTS = 20  #: of a curve
 EVALUATIONS = 4  #: of them with an accuracy, the last among them
-AT_ONCE = 500  #: images of an evaluation
+AT_ONCE = 500  #: examples of an evaluation
 PATIENCE = timedelta(seconds=60)
+CUDA_PATIENCE = timedelta(seconds=180)  #: kernels are compiled when they are first used
 
 
 @dataclass
@@ -59,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     doing = "starting"
     try:
-        dist.init_process_group("gloo", timeout=PATIENCE)
+        start(trials[0].device)
         for trial in trials:
             doing = f"{trial.codec}, seed {trial.seed}"
             record = train(trial)
@@ -75,23 +78,36 @@ def main() -> None:
     os._exit(0)  # DDP keeps the group's threads, and one that drops a tensor while Python ends aborts
 
 
+def start(device: str) -> None:
+    """Join the group of all ranks: gloo on a CPU, NCCL on GPUs, where float32 products may use TF32."""
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        return
+    if not torch.cuda.is_available():
+        raise InputError("this rank sees no CUDA device; train with --device cpu")
+    mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(mine)
+    torch.set_float32_matmul_precision("high")
+    dist.init_process_group("nccl", timeout=CUDA_PATIENCE, device_id=mine)
+
+
 def train(trial: Trial) -> Record:
     """One trial, from first weights to its record."""
-    images, tests = data.images(trial.data)
-    compute_s = _warm_up(trial.data, trial.network, trial.codec, trial.batch)
-    model, wire = build(trial, images)
-    optimizer = torch.optim.SGD(model.parameters(), trial.lr, MOMENTUM)
+    examples, tests = _examples(trial.data, trial.device)
+    compute_s = _warm_up(trial.data, trial.network, trial.codec, trial.batch, trial.device)
+    model, wire = build(trial, examples)
+    optimizer = networks.optimizer(trial.network, model.parameters(), trial.lr)
     evaluated = marks(trial.steps, EVALUATIONS)
     noted = evaluated | marks(trial.steps, POINTS)
     course = Course()
     dist.barrier()
-    for step, picked in zip(range(1, trial.steps + 1), order(trial, len(images.y)), strict=False):
-        start = time.perf_counter()
+    for step, picked in zip(range(1, trial.steps + 1), order(trial, len(examples)), strict=False):
+        began = _now(trial.device)
         for group in optimizer.param_groups:
-            group["lr"] = trial.lr * (1 - (step - 1) / trial.steps)
-        loss = backward(model, *images.batch(picked))
+            group["lr"] = trial.lr * networks.rate(trial.network, step, trial.steps)
+        loss = backward(model, *examples.batch(picked.to(trial.device)))
         optimizer.step()
-        course.times_s.append(time.perf_counter() - start)
+        course.times_s.append(_now(trial.device) - began)
         course.losses.append(loss.item())
         if step in noted:
             accuracy = evaluate(model.module, tests) if step in evaluated else None
@@ -99,11 +115,24 @@ def train(trial: Trial) -> Record:
     return _record(trial, course, model, wire, compute_s)
 
 
-def build(trial: Trial, images: data.Images) -> tuple[DistributedDataParallel, Wire | None]:
+def _now(device: str) -> float:
+    """The time, once the GPU has done what it was asked for."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@cache
+def _examples(name: str, device: str) -> tuple[Examples, Examples]:
+    train, test = data.examples(name)
+    return train.to(device), test.to(device)
+
+
+def build(trial: Trial, examples: Examples) -> tuple[DistributedDataParallel, Wire | None]:
     """The network with the weights of its seed, and what is attached to it."""
     torch.manual_seed(trial.seed)
-    net = networks.get(trial.network, images.shape, images.classes)
-    model = DistributedDataParallel(net)
+    net = networks.get(trial.network, examples.shape, examples.classes)
+    model = DistributedDataParallel(net.to(trial.device))
     return model, None if trial.codec == PLAIN else attach(model, trial.codec, seed=trial.seed)
 
 
@@ -111,7 +140,7 @@ def order(trial: Trial, count: int) -> Iterator[Tensor]:
     """Which samples this rank takes at every step: all ranks shuffle alike and take their share."""
     size = trial.batch * trial.hosts
     if size > count:
-        raise InputError(f"{trial.data} has {count} images, a step takes {size}: use smaller batches")
+        raise InputError(f"{trial.data} has {count} examples, a step takes {size}: use smaller batches")
     generator = torch.Generator().manual_seed(trial.seed)
     while True:
         shuffled = torch.randperm(count, generator=generator)
@@ -123,23 +152,23 @@ def order(trial: Trial, count: int) -> Iterator[Tensor]:
 def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Gradients of a batch; its loss."""
     model.zero_grad()
-    loss = nn.functional.cross_entropy(model(x), y)
+    loss = nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
     loss.backward()
     return loss.detach()
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, tests: data.Images) -> float:
+def evaluate(net: nn.Module, tests: Examples) -> float:
     """Accuracy on the test set; every rank takes a share of it."""
     net.eval()
-    right = torch.zeros((), dtype=torch.int64)
+    right = torch.zeros((), dtype=torch.int64, device=tests.y.device)
     step = AT_ONCE * dist.get_world_size()
-    for start in range(AT_ONCE * dist.get_rank(), len(tests.y), step):
+    for start in range(AT_ONCE * dist.get_rank(), len(tests), step):
         x, y = tests.batch(slice(start, start + AT_ONCE))
-        right += (net(x).argmax(1) == y).sum()
+        right += (net(x).argmax(-1) == y).sum()
     net.train()
     dist.all_reduce(right)
-    return right.item() / len(tests.y)
+    return right.item() / tests.y.numel()
 
 
 def marks(steps: int, count: int) -> set[int]:
@@ -152,20 +181,21 @@ def marks(steps: int, count: int) -> set[int]:
 
 
 @cache
-def _warm_up(name: str, network: str, codec: str, batch: int) -> float:
+def _warm_up(name: str, network: str, codec: str, batch: int, device: str) -> float:
     """Steps that do not count: the first ones compile. Seconds of one without communication."""
-    images, _ = data.images(name)
-    trial = Trial("warm-up", name, network, codec, 0, dist.get_world_size(), "", 1, batch, 0.0)
-    model, _wire = build(trial, images)
-    x, y = images.batch(slice(0, batch))
+    examples, _ = _examples(name, device)
+    world = dist.get_world_size()
+    trial = Trial("warm-up", name, network, codec, 0, world, "", 1, batch, 0.0, device=device)
+    model, _wire = build(trial, examples)
+    x, y = examples.batch(slice(0, batch))
     for _ in range(2):
         backward(model, x, y)
     times = []
     with model.no_sync():
         for _ in range(3):
-            start = time.perf_counter()
-            backward(model, *images.batch(slice(0, batch)))
-            times.append(time.perf_counter() - start)
+            began = _now(device)
+            backward(model, *examples.batch(slice(0, batch)))
+            times.append(_now(device) - began)
     return statistics.median(times)
 
 
@@ -177,13 +207,17 @@ def _note(
     sent_nbytes: int,
     accuracy: float | None,
 ) -> None:
-    """A point of the curve, and whether all ranks hold the same bits."""
-    found = torch.tensor([statistics.fmean(course.losses)], dtype=torch.float64)
+    """A point of the curve, and whether all ranks hold the same bits.
+
+    A large network takes a while to hash: on a GPU that is done where the accuracy is measured.
+    """
+    found = torch.tensor([statistics.fmean(course.losses)], dtype=torch.float64, device=trial.device)
     dist.all_reduce(found)
-    mine = torch.frombuffer(bytearray(_digest(model)), dtype=torch.uint8)
-    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine)
-    course.equal &= all(torch.equal(mine, each) for each in theirs)
+    if trial.device == "cpu" or accuracy is not None:
+        mine = torch.frombuffer(bytearray(_digest(model)), dtype=torch.uint8).to(trial.device)
+        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(theirs, mine)
+        course.equal &= all(torch.equal(mine, each) for each in theirs)
     loss = found.item() / dist.get_world_size()
     course.points.append(Point(step, sum(course.times_s), sent_nbytes, loss, accuracy))
     course.losses.clear()
@@ -196,7 +230,7 @@ def _note(
 def _digest(model: nn.Module) -> bytes:
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().numpy().data)
+        found.update(parameter.detach().cpu().numpy().data)
     return found.digest()
 
 
@@ -252,7 +286,9 @@ def _finite(value: float | None) -> float | None:
 @cache
 def _environment() -> dict[str, Any]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": now, "commit": machine.commit(), "cores": os.cpu_count(), **machine.describe()}
+    lab = json.loads(os.environ.get("THINWIRE_LAB", "{}"))
+    shared = {"lab": lab} if lab.get("gpus") else {}
+    return {"date": now, "commit": machine.commit(), "cores": os.cpu_count(), **machine.describe(), **shared}
 
 
 def _say(kind: str, text: str) -> None:

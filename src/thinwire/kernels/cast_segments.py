@@ -1,0 +1,96 @@
+"""Plain casts of segments: NumPy for float32 on a CPU, one launch on a GPU; torch does the others.
+
+Rounding to 16 bits is that of torch. A weighted value is rounded to float32 before it is added.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.kernels.params import Array, Segments
+
+TILE = 1024
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this file has something for wires of a dtype."""
+    return device.type == "cuda" or (device.type == "cpu" and dtype == torch.float32)
+
+
+def encode(x: Tensor, wire: Tensor, segments: Segments, dtype: torch.dtype, residual: Tensor | None) -> None:
+    """Every segment into its wire."""
+    if x.device.type == "cuda":
+        gpu().encode(x, wire, segments, dtype, residual)
+        return
+    assert residual is None
+    source, target = x.numpy(), wire.view(torch.float32).numpy()
+    for start, at, numel in _places(segments):
+        target[at : at + numel] = source[start : start + numel]
+
+
+def decode(
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    dtype: torch.dtype,
+    weight: float,
+    count: int,
+    stride: int,
+) -> None:
+    """The weighted sum of every segment's wires."""
+    if wires.device.type == "cuda":
+        gpu().decode(wires, out, segments, dtype, weight, count, stride)
+        return
+    source, target = wires.view(torch.float32).numpy(), out.numpy()
+    for start, at, numel in _places(segments):
+        _add(source, at, stride // 4, count, np.float32(weight), target[start : start + numel])
+
+
+def reduce(
+    wires: Tensor,
+    out: Tensor,
+    segments: Segments,
+    dtype: torch.dtype,
+    weight: float,
+    count: int,
+    stride: int,
+    residual: Tensor | None,
+) -> None:
+    """The same into wires."""
+    if wires.device.type == "cuda":
+        gpu().reduce(wires, out, segments, dtype, weight, count, stride, residual)
+        return
+    assert residual is None
+    source, target = wires.view(torch.float32).numpy(), out.view(torch.float32).numpy()
+    for _, at, numel in _places(segments):
+        total = target[at : at + numel]
+        _add(source, at, stride // 4, count, np.float32(weight), total)
+        total += np.float32(0.0)  # as a sum that starts from zero
+
+
+@np.errstate(all="ignore")
+def _add(source: Array, at: int, stride: int, count: int, weight: Any, out: Array) -> None:
+    numel = out.size
+    np.multiply(source[at : at + numel], weight, out=out)
+    for k in range(1, count):
+        first = at + k * stride
+        out += source[first : first + numel] * weight
+
+
+def _places(segments: Segments) -> list[tuple[int, int, int]]:
+    """Of float32 wires: where a segment begins in the vector and in the wires, and how long it is."""
+    if "casts" not in segments.known:
+        pairs = zip(segments.starts, segments.wires, segments.plans, strict=True)
+        segments.known["casts"] = [(start, at // 4, plan.numel) for start, at, plan in pairs]
+    found: list[tuple[int, int, int]] = segments.known["casts"]
+    return found
+
+
+@functools.cache
+def gpu() -> Any:
+    """The same on a GPU: imported when it is first needed, since it needs Triton."""
+    return importlib.import_module("thinwire.kernels.cast_cuda")
