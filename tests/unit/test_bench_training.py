@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from thinwire.bench import training
 from thinwire.bench import training_worker as worker
+from thinwire.bench.training_networks import networks
 from thinwire.cli.bench import app
 from thinwire.errors import InputError, LabError, PolicyError
 
@@ -119,7 +120,7 @@ def test_a_bench_that_hangs_ends(monkeypatch):
     [("vgg", 4_037_962), ("resnet", 272_474), ("lstm", 4_207_520), ("transformer", 4_199_936)],
 )
 def test_networks(name, params):
-    network = worker.NETWORKS[name]
+    network = networks("cpu")[name]
     net = network.build()
     assert sum(x.numel() for x in net.parameters()) == params
     x, labels = network.data(seed=1)

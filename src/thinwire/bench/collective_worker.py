@@ -35,8 +35,10 @@ def main() -> None:
     """Read the task from the command line, measure, print."""
     task = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     device = torch.device(task["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rows = [row for numel in task["numels"] for row in measure(numel, task["specs"], task["seconds"], device)]
     rows += [row for numel in task["stages"] for row in measure_stages(numel, task["specs"], device)]
     rows += [row for numel in task["hooks"] for row in measure_hooks(numel, task["seconds"])]
@@ -50,9 +52,8 @@ def main() -> None:
 def measure(numel: int, specs: list[str], seconds: float, device: torch.device) -> list[dict[str, Any]]:
     """All methods on one size."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    source = torch.randn(numel, generator=generator) * DEVIATION
-    exact = _exact(source).to(device)
-    source = source.to(device)
+    source = (torch.randn(numel, generator=generator) * DEVIATION).to(device)
+    exact = _exact(source)
     methods: dict[str, Method] = {FP32: _torch_fp32, FP16: _torch_fp16}
     for spec in specs:
         methods[spec] = _thinwire(spec)
@@ -68,7 +69,7 @@ def measure(numel: int, specs: list[str], seconds: float, device: torch.device) 
 def _exact(source: Tensor) -> Tensor:
     """The mean in float64, or nothing if that would take too much memory."""
     if source.numel() > LARGEST_CHECKED:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device=source.device)
     exact = source.double()
     dist.all_reduce(exact)
     return exact / dist.get_world_size()
@@ -114,16 +115,19 @@ def _take_turns(
         for name, method in methods.items():
             x.copy_(source)
             dist.barrier()
+            if x.is_cuda:
+                torch.cuda.synchronize()
             start = time.perf_counter()
             method(x)
             if x.is_cuda:
                 torch.cuda.synchronize()
             times[name].append(time.perf_counter() - start)
-        enough = torch.tensor([turn >= 2 and time.perf_counter() - begin > seconds], dtype=torch.uint8)
+        done = turn >= 2 and time.perf_counter() - begin > seconds
+        enough = torch.tensor([done], dtype=torch.uint8, device=x.device)
         dist.broadcast(enough, 0)
         if enough.item():
             break
-    slowest = torch.tensor([times[name] for name in methods], dtype=torch.float64)
+    slowest = torch.tensor([times[name] for name in methods], dtype=torch.float64, device=x.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(methods, slowest.tolist(), strict=True))
 

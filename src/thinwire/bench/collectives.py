@@ -1,7 +1,8 @@
 """How fast collectives run between emulated hosts, beside torch's own, as ratios taken in one run.
 
 Hosts are network namespaces with throttled links (see `thinwire.lab`), or plain processes on loopback. On a
-machine with few cores the hosts share them, so that fast links measure computing rather than the network.
+machine with few cores the hosts share them, so that fast links measure computing rather than the network. On
+a GPU all hosts share it, and NCCL carries the bytes.
 
 Columns are those of nccl-tests: algbw is bytes of the tensor over time, busbw that times 2 (N - 1) / N,
 which is what a ring would put on every link.
@@ -33,6 +34,10 @@ PLACES = (
     (2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (4, "1gbit"), (2, "10gbit"), (2, LOOPBACK), (4, LEVELS),
 )  # fmt: skip
 WORLDS = (2, 4, 8)
+GPU_PLACES = ((2, "10gbit"), (4, "10gbit"), (2, "40gbit"), (2, LOOPBACK))
+GPU_SIZES = (256, 65_536, 262_144, CORE_NUMEL, 1 << 24)
+GPU_SPECS = ("fp32", "bf16", "int8/256", "e4m3fn/128", "int4/128", "onebit/512", "aps/e5m2", "topk/0.01")
+STAGES = (CORE_NUMEL, 100_000_000)
 TIMEOUT_S = 900.0
 
 
@@ -49,9 +54,14 @@ def run(
     rows: list[dict[str, Any]] = []
     if device != "cpu":
         machine.default_numel(device)  # it must be there
-        progress("2 ranks on one GPU")
-        rows = measure(2, LOOPBACK, [CORE_NUMEL, 100_000_000], specs or SPECS, seconds, device=device)
-        return machine.record({"device": device, "rows": rows, "absent": {"NCCL": "needs two GPUs"}})
+        for hosts, link in places or GPU_PLACES:
+            progress(f"{hosts} hosts that share a GPU, {link}")
+            numels = list(sizes or GPU_SIZES)
+            rows += measure(hosts, link, numels, specs or GPU_SPECS, seconds / len(numels), device=device)
+        if places is None:
+            progress("stages on the GPU")
+            rows += measure(1, LOOPBACK, [], specs or SPECS, seconds, device=device, stages=STAGES)
+        return machine.record({"device": device, "rows": rows, "absent": {}})
     for hosts, link in places or PLACES:
         progress(f"{hosts} hosts, {link}")
         usual = LEVEL_SPECS if link == LEVELS else SPECS
@@ -71,6 +81,7 @@ def measure(
     seconds: float,
     hooks: Sequence[int] = (),
     device: str = "cpu",
+    stages: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     """One lab, one run of all ranks."""
     task = {
@@ -79,14 +90,14 @@ def measure(
         "seconds": seconds,
         "hooks": list(hooks),
         "device": device,
-        "stages": [CORE_NUMEL, 100_000_000] if device == "cuda" else [],
+        "stages": list(stages),
     }
     loopback = link == LOOPBACK
     command = [sys.executable, "-m", "thinwire.bench.collective_worker", json.dumps(task)]
     if link == LEVELS:
-        made = Lab(nodes=hosts // 2, per_node=2, inside="10gbit", between="100mbit")
+        made = Lab(nodes=hosts // 2, per_node=2, inside="10gbit", between="100mbit", device=device)
     else:
-        made = Lab(hosts=hosts, link=None if loopback else link, loopback=loopback)
+        made = Lab(hosts=hosts, link=None if loopback else link, loopback=loopback, device=device)
     with made as lab:
         done = lab.run(command, timeout_s=TIMEOUT_S, echo=False)
     if not done.ok:
@@ -113,14 +124,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
             continue
         rows = [_cells(row) for row in first.values()]
         found.append((f"25 MB of float32, {world} hosts, {link}", header, rows))
-    sized = [row for row in result["rows"] if row["method"] == "int8/256" and row["link"] == LOOPBACK]
-    sized = [row for row in sized if row["schedule"] not in ("stages", "hook")]
-    if len(sized) > 1:
-        header = ("KB", "ranks", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32")
-        rows = [
-            (f"{row['numel'] * 4 / 1000:,.0f}", row["world"], row["schedule"], *_speed(row)) for row in sized
-        ]
-        found.append(("int8/256 by size on loopback", header, rows))
+    found += [_by_size(result["rows"], link) for link in dict.fromkeys(row["link"] for row in core)]
+    found = [table for table in found if len(table[2]) > 1]
     stages = [row for row in result["rows"] if row["schedule"] == "stages"]
     for numel in dict.fromkeys(row["numel"] for row in stages):
         chosen = [row for row in stages if row["numel"] == numel]
@@ -128,6 +133,19 @@ def tables(result: dict[str, Any]) -> list[Table]:
         cells = [(row["method"], *(f"{s * 1e3:.3f}" for s in row["stages_s"].values())) for row in chosen]
         found.append((f"stages of {4 * numel / 1e6:,.0f} MB on the GPU", columns, cells))
     return found
+
+
+def _by_size(rows: Sequence[dict[str, Any]], link: str) -> Table:
+    header = ("KB", "ranks", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32")
+    sized = [row for row in rows if row["method"] == "int8/256" and row["link"] == link]
+    cells: list[tuple[str, ...]] = [
+        (f"{row['numel'] * 4 / 1000:,.0f}", str(row["world"]), row["schedule"], *_speed(row))
+        for row in sized
+        if row["schedule"] not in ("stages", "hook")
+    ]
+    where = "on loopback" if link == LOOPBACK else f"over {link}"
+    several = len({cell[0] for cell in cells}) > 1
+    return f"int8/256 by size {where}", header, cells if several else []
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

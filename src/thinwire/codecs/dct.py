@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from thinwire.codecs.base import Codec, Section, section, write_tags
 from thinwire.codecs.sparse import FP32, index_bits, inner, suffix
 from thinwire.errors import CodecError, WireError
-from thinwire.kernels import block_reference
+from thinwire.kernels import block_reference, select
 from thinwire.kernels.params import packed_nbytes
 from thinwire.kernels.reference import INFINITY
 from thinwire.rounding import Stream
@@ -160,9 +160,10 @@ class DctTopK(Codec):
         chosen = [_largest(transform(slab).flatten(1), self._kept) for slab in self._slabs(self._cut(u))]
         places, kept = (torch.cat(each).view(rows, -1) for each in zip(*chosen, strict=True))
         indices, values, _ = self.sections(numel)
-        packed = block_reference.pack(places, index_bits(self._size))
-        wire[:, : packed.shape[1]] = packed
-        wire[:, packed.shape[1] : indices.nbytes] = 0
+        if programs := select.gpu(wire.device, self._size):
+            programs.pack(places, index_bits(self._size), wire)
+        else:
+            wire[:, : indices.nbytes] = block_reference.pack(places, index_bits(self._size))
         inside = self._values.encode(kept, rng if self._values.needs_rng else None)
         wire[:, indices.nbytes : indices.nbytes + values.nbytes] = inside
         write_tags(wire, self.tag(numel))
@@ -173,7 +174,9 @@ class DctTopK(Codec):
         rows, numel = out.shape
         indices, values, _ = self.sections(numel)
         count, size, kept = self._count(numel), self._size, self._kept
-        places = block_reference.unpack(wire, count * kept, index_bits(size)).view(-1, kept)
+        programs = select.gpu(wire.device, size)
+        unpack = programs.unpack if programs else block_reference.unpack
+        places = unpack(wire, count * kept, index_bits(size)).view(-1, kept)
         fine = places < size
         fine[:, 1:] &= places[:, 1:] > places[:, :-1]
         fine = fine.all(1)
@@ -238,8 +241,11 @@ def _cosines(size: int, device: torch.device) -> tuple[Tensor, int]:
 def _largest(coefficients: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Places of the k largest magnitudes of each row, ascending, and what is there; of equals the first.
 
-    A place goes below the magnitude's bits, so no two keys are equal and torch has no choice.
+    In plain torch a place goes below the magnitude's bits, so no two keys are equal and torch has no choice.
     """
+    if programs := select.gpu(coefficients.device, coefficients.shape[1]):
+        places = programs.largest(coefficients, k)
+        return places, coefficients.gather(1, places)
     last = coefficients.shape[1] - 1
     below = last - torch.arange(last + 1, device=coefficients.device)
     keys = (coefficients.view(torch.int32) & 0x7FFFFFFF).long() << TILE_BITS | below

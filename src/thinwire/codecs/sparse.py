@@ -25,6 +25,7 @@ arrives as one that is.
 """
 
 import abc
+import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -36,9 +37,9 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, Section, section, write_tags
 from thinwire.codecs.cast import Cast
 from thinwire.errors import CodecError, WireError
-from thinwire.kernels import block_reference, reference, select
+from thinwire.kernels import reference, select
 from thinwire.kernels.params import packed_nbytes
-from thinwire.kernels.select import Places, put
+from thinwire.kernels.select import IndexPlan, Places, put
 from thinwire.rounding import Stream
 
 FP32 = Cast("fp32")
@@ -73,6 +74,7 @@ def spell(number: float) -> str:
     return (short if float(short) == number else repr(number)).replace("e+", "e")
 
 
+@functools.lru_cache(4096)
 def part(fraction: float, numel: int) -> int:
     """A fraction of so many elements, rounded up: at least one if there are any. 0.07 of 100 is 7, not 8."""
     return max(min(1, numel), math.ceil(Fraction(repr(float(fraction))) * numel))
@@ -136,6 +138,16 @@ class _Sparse(Codec):
             at += each.nbytes
         return found
 
+    def _layout(self, numel: int) -> IndexPlan:
+        """The same in numbers, worked out once."""
+        known = self.__dict__.setdefault("_layouts", {})
+        if numel not in known:
+            at = {name: found.start for name, found in self._parts(numel).items()}
+            numbers = self._chosen(numel), index_bits(numel), self.nbytes(numel)
+            where = at.get("count", -1), at.get("indices", -1), at["values"]
+            known[numel] = IndexPlan(numel, *numbers, *where, self._values == FP32, self.tag(numel))
+        return known[numel]
+
     def _encode(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
     ) -> None:
@@ -143,8 +155,17 @@ class _Sparse(Codec):
         u = x.float() if residual is None else residual.add_(x)
         numel = u.shape[1]
         places = self._choose(u, rng)
-        sent = self._sent(u, places)
-        inside = self._values.encode(sent, rng if self._values.needs_rng else None)
+        own = rng if self._values.needs_rng else None
+        plan, programs = self._layout(numel), select.gpu(u.device, numel)
+        if programs and plan.indices_at >= 0:
+            sent = programs.send(u, places, wire, plan, keep=residual is not None)
+            if sent is not None:
+                values = wire[:, self._parts(numel)["values"]]
+                inside = self._values.encode(sent, own, out=values)
+                if residual is not None:
+                    programs.settle(residual, places, self._arrived(inside, numel, 1.0))
+            return
+        inside = self._values.encode(self._sent(u, places), own)
         wire[:, self._parts(numel)["values"]] = inside
         self._write(wire, places, numel, rng)
         write_tags(wire, self.tag(numel))
@@ -167,42 +188,25 @@ class _Sparse(Codec):
     def _write(self, wire: Tensor, places: Places, numel: int, rng: Stream | None) -> None:
         """The places into the wire."""
         del rng
-        parts = self._parts(numel)
-        if places.count is not None:
-            wire[:, parts["count"]] = places.count.to(torch.int32).unsqueeze(1).view(torch.uint8)
-        packed = block_reference.pack(places.at, index_bits(numel))
-        head = wire[:, parts["indices"]]
-        head[:, : packed.shape[1]] = packed
-        head[:, packed.shape[1] :] = 0
+        select.write(wire, places, self._layout(numel))
 
     def _read(self, wire: Tensor, numel: int) -> Places:
         """The places from a wire; those that are none are refused, or marked where refusing would stall."""
-        parts, k = self._parts(numel), self._chosen(numel)
-        at = block_reference.unpack(wire[:, parts["indices"]], k, index_bits(numel))
-        count = None
-        if "count" in parts:
-            count = wire[:, parts["count"]].contiguous().view(torch.int32)[:, 0].long() & reference.MASK32
-        fine = at < numel
-        fine[:, 1:] &= at[:, 1:] > at[:, :-1]
-        bad = torch.zeros_like(fine[:, 0])
-        if count is not None:
-            bad = count > k
-            count = count.clamp(max=k)
-            real = Places(at, count).real
-            fine |= ~real
-            at = torch.where(real, at, 0)
-        bad |= ~fine.all(1)
-        if wire.device.type == "cpu":
-            if bool(bad.any()):
-                raise WireError(f"this {self.spec} wire of {numel} elements has places that are none")
-            return Places(at, count)
-        at = torch.where(bad.unsqueeze(1), torch.arange(k, device=at.device), at)
-        return Places(at, count, bad)
+        places = select.read(wire, self._layout(numel))
+        if wire.device.type == "cpu" and places.bad is not None and bool(places.bad.any()):
+            raise WireError(f"this {self.spec} wire of {numel} elements has places that are none")
+        return places
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
         numel = out.shape[1]
+        plan, programs = self._layout(numel), select.gpu(wire.device, numel)
+        inside = wire[:, plan.values_at : plan.values_at + self._values.nbytes(plan.k)]
+        if programs and plan.indices_at >= 0:
+            arrived = None if plan.plain else self._arrived(inside, numel, weight)
+            programs.receive(wire, out, plan, arrived, weight, add=add)
+            return
         places = self._read(wire, numel)
-        arrived = self._arrived(wire[:, self._parts(numel)["values"]], numel, weight)
+        arrived = self._arrived(inside, numel, weight)
         if not add:
             out.zero_()
         put(out, places, arrived, add=add)

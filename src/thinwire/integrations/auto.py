@@ -2,6 +2,7 @@
 
     steps 1 - 8     plain float32, timed: how long a step takes, when each bucket is ready; more of them, up
                     to 29, as long as steps still get faster
+    4 steps more    on a GPU: plain float32, sent when the backward pass is over, timed
     8 steps more    plain float32, looked at: what each candidate would lose of these gradients
     then            every candidate sends one step's buckets over this very link, twice; the second counts
     6 steps each    the fastest predicted ones are tried, and the fastest measured one is kept
@@ -10,8 +11,9 @@ The choice is a generator, as schedules are: it asks for measurements and is ans
 `pilot`). Every answer is a mean over ranks, so all ranks choose alike.
 
 A prediction starts from the measured float32 step and replaces what depends on the codec: how long buckets
-are on their way, and the processor time which that takes from the backward pass where there is no core to
-spare.
+are on their way, and what that takes from the backward pass. On a CPU that is processor time, where there is
+no core to spare. On a GPU both share the processors in ways that differ from machine to machine: steps in
+which nothing is sent before the backward pass is over tell how much of communication was hidden behind it.
 
 What a codec loses is judged by what reaches the weights. Without error feedback that is the error of one
 round trip. With feedback, what is not sent now is sent later: what counts is the residual that is left,
@@ -48,6 +50,13 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """The same with nothing sent before the backward pass is over."""
+
+    count: int = 4
+
+
+@dataclass(frozen=True)
 class Audit:
     """Look at the gradients of so many steps. Answered by every recipe's error."""
 
@@ -77,7 +86,7 @@ class Keep:
     recipe: str
 
 
-Ask: TypeAlias = Steps | Audit | Probe | Try | Keep
+Ask: TypeAlias = Steps | Apart | Audit | Probe | Try | Keep
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,25 @@ def predict(profile: Profile, fp32: Cost, other: Cost, crowd: float = 0.0) -> fl
     return max(profile.step_s - before + after, 1e-6)
 
 
+def predict_beside(profile: Profile, apart: Profile, fp32: Cost, other: Cost) -> float:
+    """The same from a step in which computing and communication were apart.
+
+    What float32 hid behind computing, as a share of what it could, another codec hides too.
+
+    >>> apart = Profile(1.2, (0.0, 0.2), (4_000_000, 4_000_000))           # 0.2 s of it before and after
+    >>> round(predict_beside(Profile(1.2), apart, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)     # nothing was hidden
+    0.6
+    >>> round(predict_beside(Profile(1.0), apart, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)     # all that could be
+    0.5
+    """
+    last = apart.ready_s[-1]
+    around = max(0.0, apart.step_s - last - fp32.wall_s)
+    serial, hidden = last + fp32.wall_s, communication_end(apart, fp32)
+    share = (serial - (profile.step_s - around)) / (serial - hidden) if serial > hidden else 1.0
+    share = min(1.0, max(0.0, share))
+    return around + share * communication_end(apart, other) + (1 - share) * (last + other.wall_s)
+
+
 # The choice
 
 
@@ -178,6 +206,8 @@ class Choice:
     tried: dict[str, float] = field(default_factory=dict)  #: measured steps, by recipe
     fp32_step_s: float | None = None
     profile: Profile | None = None
+    apart: Profile | None = None  #: on a GPU
+    gpu: bool = False
 
     @property
     def rows_by_name(self) -> dict[str, Candidate]:
@@ -261,6 +291,7 @@ def choose(choice: Choice) -> Generator[Ask, Any, None]:
     while profile.faster <= STEADY and steps < MOST:
         profile = yield Steps(LOOK)
         steps += LOOK
+    choice.apart = (yield Apart()) if choice.gpu else None
     errors: Mapping[str, float] = yield Audit(choice.candidates)
     costs: Costs = yield Probe(choice.candidates)
     choice.profile, choice.fp32_step_s = profile, profile.step_s
@@ -277,7 +308,10 @@ def choose(choice: Choice) -> Generator[Ask, Any, None]:
 def _row(name: str, choice: Choice, error: float, costs: Costs) -> Candidate:
     cost, fp32 = costs.by_recipe[name], costs.by_recipe["fp32"]
     assert choice.profile is not None
-    step_s = predict(choice.profile, fp32, cost, costs.crowd)
+    if choice.apart is None:
+        step_s = predict(choice.profile, fp32, cost, costs.crowd)
+    else:
+        step_s = predict_beside(choice.profile, choice.apart, fp32, cost)
     allowed = error <= choice.budget
     why = f"error {error:.2g} is {'inside' if allowed else 'over'} the budget of {choice.budget:g}"
     return Candidate(name, step_s, cost.sent_nbytes, error, allowed, why, cost.wall_s, cost.cpu_s)

@@ -55,5 +55,18 @@ def ready(buffer: Tensor) -> "Future[Tensor]":
     return future
 
 
+def pending(like: Tensor) -> "Future[Tensor]":
+    """A future that somebody will complete."""
+    return Future(devices=_devices(like.device))
+
+
+def pass_on(promised: "Future[Tensor]", done: "Future[Tensor]") -> None:
+    """Complete a future as another one was, from that one's callback."""
+    try:
+        promised.set_result(done.value())
+    except Exception as error:  # noqa: BLE001
+        promised.set_exception(error)  # type: ignore[arg-type]
+
+
 def _devices(device: torch.device) -> list[int | str | torch.device]:
     return [device] if device.type == "cuda" else []

@@ -21,7 +21,19 @@ from torch import Tensor
 from thinwire import policy as policies
 from thinwire.integrations import auto
 from thinwire.integrations.audit import Auditor
-from thinwire.integrations.auto import Ask, Audit, Choice, Cost, Costs, Keep, Probe, Profile, Steps, Try
+from thinwire.integrations.auto import (
+    Apart,
+    Ask,
+    Audit,
+    Choice,
+    Cost,
+    Costs,
+    Keep,
+    Probe,
+    Profile,
+    Steps,
+    Try,
+)
 from thinwire.integrations.meter import Meter
 from thinwire.policy import Policy, Tensorlike
 
@@ -73,6 +85,11 @@ class Pilot:
         return self.choice.settled
 
     @property
+    def defers(self) -> bool:
+        """Whether nothing is to be sent before the backward pass is over."""
+        return isinstance(self._ask, Apart) and not self.settled
+
+    @property
     def chosen(self) -> str:
         return self.choice.chosen
 
@@ -100,6 +117,7 @@ class Pilot:
             self._ready.append(last.ready_s())
         self._nbytes, self._sizes = tuple(self._sizes), []
         if self._asks is None:
+            self.choice.gpu = trainer.device.type == "cuda"
             self._asks = auto.choose(self.choice)
             self._go_on(trainer, None)
         while not self.settled and (answer := self._answer(trainer)) is not None:
@@ -159,10 +177,11 @@ class Pilot:
             return dict(zip(errors, agreed, strict=True))
         return self._timed(trainer, ask)
 
-    def _timed(self, trainer: Trainer, ask: Steps | Try) -> Profile:
+    def _timed(self, trainer: Trainer, ask: Steps | Apart | Try) -> Profile:
         """The step of late, as all ranks saw it."""
         steps_s = trainer.meter.steps_s(waits=True)
         recent = steps_s[-ask.count :] if isinstance(ask, Try) else steps_s[-auto.LOOK - 1 :]
+        recent = steps_s[-ask.count + 1 :] if isinstance(ask, Apart) else recent
         buckets = len(self._nbytes)
         ready = [each for each in self._ready[-auto.LOOK - 1 :] if len(each) == buckets] or [[0.0] * buckets]
         numbers = [statistics.median(recent), auto.faster(steps_s)]

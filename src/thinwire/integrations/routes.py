@@ -90,7 +90,7 @@ class Part:
     copied: tuple[tuple[Place, bool], ...]  #: and whether a matrix is turned around
     dtype: torch.dtype  #: of the second vector
 
-    def job(self, buffer: Tensor, rng: Stream) -> Job:
+    def job(self, buffer: Tensor, rng: Stream | None) -> Job:
         """The job of one step."""
         flat = buffer.detach().view(-1)
         if not self.copied:
@@ -118,6 +118,8 @@ class Plan:
     sent_nbytes: int  #: by this rank in one step
     fp32_nbytes: int  #: that plain DDP would send
     plain: bool = False  #: whether the network adds the buffer as it is, as DDP does by itself
+    random: bool = False  #: whether a codec rounds at random
+    due: int = 0  #: the step at which errors are measured again
     fresh: list[Tensor] = field(default_factory=list)  #: with double buffering: copies of the buffer
 
     def gradients(self, buffer: Tensor) -> list[tuple[Sent, Tensor]]:
@@ -203,7 +205,8 @@ def make(
         part = _part([(sent[i], places[i]) for i in group], schedule, buffer, here, channel)
         parts.append(part)
         nbytes += _sent_nbytes(part.plan, here)
-    return Plan(tuple(sent), tuple(places), tuple(parts), here, nbytes, fp32)
+    random = any(part.plan.call.random for part in parts)
+    return Plan(tuple(sent), tuple(places), tuple(parts), here, nbytes, fp32, random=random)
 
 
 def _schedule(sent: Sent, world: int) -> Schedule:

@@ -5,7 +5,7 @@ lets its stream wait. On a CPU the line's thread goes on, and the future is done
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ Finish = Callable[[], object]
 def run(
     plan: Plan,
     buffer: Tensor,
-    rng: Stream,
+    rng: Stream | None,
     finish: Finish,
     group: dist.ProcessGroup | None = None,
     clock: Clock | None = None,
@@ -36,8 +36,8 @@ def run(
     if plan.plain:
         return plain(buffer, group, finish, clock, more)
     works = [plan.line.submit(part.job(buffer, rng)) for part in plan.parts]
-    if all(isinstance(work, StreamWork) for work in works) and works:
-        return _on_stream([work for work in works if isinstance(work, StreamWork)], buffer, finish, more)
+    if works and isinstance(works[0], StreamWork):
+        return _on_stream(cast(list[StreamWork], works), buffer, finish, more)
     futures = [*(work.get_future() for work in works), *more]
 
     def ended() -> Tensor:
@@ -51,15 +51,18 @@ def _on_stream(
     works: Sequence[StreamWork], buffer: Tensor, finish: Finish, more: "Sequence[Future[Any]]"
 ) -> "Future[Tensor]":
     """The stream of the last call waits for the others; then the future is done, on that stream."""
-    last = works[-1].stream
+    current = torch.cuda.current_stream(buffer.device)
     future: Future[Tensor] = Future(devices=[buffer.device])
-    with torch.cuda.stream(last):
+    torch.cuda.set_stream(works[-1].stream)
+    try:
         for work in works[:-1]:
             work.wait()
         for other in more:
             other.wait()
         finish()
         future.set_result(buffer)
+    finally:
+        torch.cuda.set_stream(current)
     return future
 
 

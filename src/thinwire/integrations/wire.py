@@ -22,7 +22,7 @@ from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.integrations import run
 from thinwire.integrations import state as states
-from thinwire.integrations.futures import Future, ready
+from thinwire.integrations.futures import Future, pass_on, pending, ready
 from thinwire.integrations.ladder import Climber
 from thinwire.integrations.meter import Board, Meter, Step, relative_error, round_trip_error
 from thinwire.integrations.pilot import Bucket, Pilot
@@ -62,6 +62,7 @@ class Wire:
     routes: dict[str, Route] = field(default_factory=dict)  #: that tensors took last, by name
     _sampled: dict[str, tuple[str, int]] = field(default_factory=dict)  #: codec and step of an error, by name
     _stale: dict[str, "tuple[Future[Tensor], Tensor]"] = field(default_factory=dict)
+    _waiting: list[tuple[Plan, Tensor, "Future[Tensor]"]] = field(default_factory=list)  #: to be sent later
 
     def __post_init__(self) -> None:
         if self.shadow < 0:
@@ -128,7 +129,19 @@ class Wire:
         self._sample(plan, buffer)
         self.meter.sent_nbytes += plan.sent_nbytes
         self.meter.fp32_nbytes += plan.fp32_nbytes
+        if self.pilot is not None and self.pilot.defers and not self.double_buffer:
+            return self._deferred(plan, buffer, last=bucket.is_last())
         return self._exchanged(plan, buffer) if self.double_buffer else self._reduced(plan, buffer)
+
+    def _deferred(self, plan: Plan, buffer: Tensor, *, last: bool) -> "Future[Tensor]":
+        """Send all buckets of a step with the last one."""
+        future = pending(buffer)
+        self._waiting.append((plan, buffer, future))
+        if last:
+            for each, held, promised in self._waiting:
+                self._reduced(each, held).add_done_callback(partial(pass_on, promised))
+            self._waiting.clear()
+        return future
 
     def _begin_step(self) -> None:
         climber = self.climber
@@ -212,7 +225,7 @@ class Wire:
             more.append(work.get_future())
         looks = climber is not None and climber.wants(self.step)
         finish = partial(self._finish, plan, buffer, step, truth, climber if looks else None)
-        rng = Stream(self.seed, step=self.step, rank=self.rank)
+        rng = Stream(self.seed, step=self.step, rank=self.rank) if plan.random else None
         return run.run(plan, buffer, rng, finish, self.group, self.meter.clock, more)
 
     def _finish(
@@ -280,6 +293,8 @@ class Wire:
 
     def _sample(self, plan: Plan, buffer: Tensor) -> None:
         """Measure what codecs lose, now and then."""
+        if self.step < plan.due:
+            return
         left = SAMPLES if self.device.type == "cuda" else len(plan.sent)
         for sent, where in zip(plan.sent, plan.places, strict=True):
             name, spec = sent.tensor.name, sent.rule.codec
@@ -295,6 +310,8 @@ class Wire:
             if self.device.type == "cuda" or bool(error.isfinite()):  # else the next step is measured
                 self.meter.errors[name], self._sampled[name] = error, (spec, self.step)
             left -= 1
+        last = min(self._sampled.get(sent.tensor.name, ("", self.step))[1] for sent in plan.sent)
+        plan.due = last + SAMPLE_EVERY if left else self.step + 1
 
     def stats(self) -> dict[str, Any]:
         """What this rank sent and what it took: plain numbers, for a log or a page (see `stats.describe`)."""

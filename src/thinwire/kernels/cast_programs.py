@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """The GPU programs of plain casts on segments, in Triton; tables and places as in `segment_programs`.
 
 L is (1, 1, 1, TILE), of which only the last counts; WIDE says whether a wire holds float32.

@@ -55,8 +55,12 @@ class Reduction:
     direct: bool  #: whether codecs read the tensors' own dtype
     joined: bool  #: whether tensors are copied into one vector, so that one kernel serves them all
 
-    def job(self, tensors: Sequence[Tensor], rng: Stream) -> Job:
+    def job(self, tensors: Sequence[Tensor], rng: Stream | None) -> Job:
         """The job of one call."""
+        if len(tensors) == 1 and self.direct and not self.turned[0] and tensors[0].is_contiguous():
+            job = self.plan.job([tensors[0].detach().view(-1)], rng)
+            job.result = tensors
+            return job
         homes = [x.detach().t() if turn else x.detach() for x, turn in zip(tensors, self.turned, strict=True)]
         if self.joined:
             joined = torch.cat([home.reshape(-1) for home in homes])
@@ -116,7 +120,7 @@ def all_reduce_job(
         shapes = tuple(x.shape for x in tensors)
         key = who, shapes, tensors[0].dtype, device, is_mean(op), schedule, names
         found = here.plans.find(key, codec, make)
-    return found.job(tensors, stream_of(rng, here))
+    return found.job(tensors, stream_of(rng, here) if found.plan.call.random or rng is not None else None)
 
 
 def reduction(

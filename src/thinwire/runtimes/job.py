@@ -20,7 +20,8 @@ from thinwire.codecs import Codec
 from thinwire.rounding import Stream
 from thinwire.schedules import Buffers, Exchanges, Request, Schedule
 from thinwire.schedules.agree import Agreement
-from thinwire.schedules.batch import Agreed, Batch, Item, Use
+from thinwire.schedules.batch import Agreed, Batch, Item
+from thinwire.schedules.use import use
 
 PIECE = 1 << 20  #: elements that travel together
 WINDOW = 4  #: pieces in flight
@@ -204,8 +205,7 @@ def _piece(
     clock: Clock | None,
     buffers: Buffers,
 ) -> Exchanges:
-    use = Use(batch, vectors, buffers, rng, agreed[0] if agreed else None)
-    steps = schedule.steps(use)
+    steps = schedule.steps(use(batch, buffers).begin(vectors, rng, agreed[0] if agreed else None))
     return steps if clock is None else _timed(steps, clock, vectors[0].device)
 
 

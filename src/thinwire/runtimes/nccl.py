@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import CommError
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Request, SendRecv
-from thinwire.schedules.exchange import arriving, fill, parts
+from thinwire.schedules.exchange import arriving, parts
 
 
 @dataclass
@@ -38,7 +38,6 @@ class Nccl:
 
     def post(self, request: Request) -> Works:
         """Launch an exchange on the group's own stream, behind what is on the current one."""
-        fill(request)
         group = self.group if request.peers is None else self._level(request.peers)
         if isinstance(request, AllReduce):
             return Works([group.allreduce([request.values])])

@@ -21,15 +21,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.clock import Clock, is_recording
+from thinwire.clock import COMPUTE, WIRE, Clock, Mark, is_recording
 from thinwire.errors import CommError
-from thinwire.runtimes.group_line import GroupLine, timeout_of
-from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, drive, run_alone
+from thinwire.runtimes.group_line import GroupLine, checks_every_call, timeout_of
+from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, Start, drive, run_alone
 from thinwire.runtimes.nccl import Nccl
 from thinwire.runtimes.talk import Talk
 from thinwire.runtimes.watch import GRACE_S, Watch
 from thinwire.runtimes.work import Letter, StreamWork, Work
 from thinwire.schedules import Buffers, Request
+from thinwire.schedules.exchange import fill
 
 WINDOW = 2  #: pieces in flight, each with buffers of its own
 TOGETHER = 1 << 24  #: elements that travel together
@@ -54,6 +55,8 @@ class StreamLine(GroupLine):
         self._watch = Watch(self._talk, self._alarm, group.abort)
         self._pool = [Buffers(torch.cuda.Stream(self.device, priority=-1)) for _ in range(WINDOW)]
         self._apart: list[Buffers] = []
+        self._ready = torch.cuda.Event()
+        self._met: dict[int, Call] = {}  #: calls of plans that are kept, by address
         group._get_backend(self.device)._set_default_timeout(timeout + timedelta(seconds=GRACE_S))
 
     def run(self, job: Job) -> None:
@@ -95,12 +98,13 @@ class StreamLine(GroupLine):
         recording = is_recording(job.device)
         if recording:
             self._check_recorded(job)
-        else:
+        elif self._met.get(id(job.call)) is not job.call or checks_every_call():
             self._greet(job.call, self.number)
+            self._met[id(job.call)] = job.call
         current = torch.cuda.current_stream(self.device)
-        ready = current.record_event()
+        self._ready.record(current)
         try:
-            last = self._put(job, ready)
+            last = self._put(job)
             done = last.record_event()
         except BaseException as error:
             self.broken = f"{job.call} failed on rank {self.rank}: {error}"
@@ -114,43 +118,45 @@ class StreamLine(GroupLine):
             work.entry = self._watch.add(self.number, job.call, done, None if joins else job)
         return work
 
-    def _put(self, job: Job, ready: torch.cuda.Event) -> torch.cuda.Stream:
-        """The pieces of a job, in turns; the stream on which all of it ends."""
+    def _put(self, job: Job) -> torch.cuda.Stream:
+        """The pieces of a job; the stream on which all of it ends."""
         post = functools.partial(_post, self.transport, job.clock, job.device)
-        used: dict[torch.cuda.Stream, None] = {}
+        pieces = list(job.starts())
+        first = self._begin()
         if job.agreement is not None:
-            first = self._stream(0)
-            self._begin(first, ready)
             run_alone(job.agreement, post, AGREEMENT)
-            ready = first.record_event()
-            used[first] = None
+            self._ready.record(first)  # all pieces need it
+        if len(pieces) == 1:
+            self._pool.append(buffers := self._pool.pop(0))
+            run_alone(pieces[0](buffers), post, 0)
+        elif pieces:
+            first = self._take_turns(pieces, post)
+        if job.after is not None:
+            job.after()
+        return first
+
+    def _take_turns(self, pieces: list[Start], post: Post) -> torch.cuda.Stream:
+        """Several pieces in flight; the stream on which the last of them ends waits for the others."""
         flights = Flights(self._pool, WINDOW, on_stream)
-        for piece, start in enumerate(job.starts()):
+        for piece, start in enumerate(pieces):
             while flights.full:
                 flights.resume()
-            stream = self._stream(0)
-            self._begin(stream, ready)
-            used[stream] = None
+            self._begin()
             flights.launch(start, post, piece)
         while flights:
             flights.resume()
-        last = self._stream(0)
-        self._begin(last, ready)
-        for stream in used:
-            if stream != last:
-                last.wait_event(stream.record_event())
-        if job.after is not None:
-            job.after()
+        last = self._begin()
+        for buffers in self._pool[1:]:
+            assert buffers.stream is not None
+            last.wait_stream(buffers.stream)
         return last
 
-    def _begin(self, stream: torch.cuda.Stream, ready: torch.cuda.Event) -> None:
-        stream.wait_event(ready)
-        torch.cuda.set_stream(stream)
-
-    def _stream(self, place: int) -> torch.cuda.Stream:
-        """Of the buffers that come next."""
-        stream = self._pool[place].stream
+    def _begin(self) -> torch.cuda.Stream:
+        """Go on with the stream whose turn it is, once the tensors are ready."""
+        stream = self._pool[0].stream
         assert stream is not None
+        stream.wait_event(self._ready)
+        torch.cuda.set_stream(stream)
         return stream
 
     def _check_recorded(self, job: Job) -> None:
@@ -160,7 +166,7 @@ class StreamLine(GroupLine):
             raise CommError(NEW.format(call=job.call))
 
     def _greet(self, call: Call, number: int) -> None:
-        self._talk.doing = f"call {number}, {call}" if self._greets(call) else f"the end of call {number}"
+        self._talk.doing = f"call {number}, {call}"
         super()._greet(call, number)
 
     def _everyone(self, said: bytes, number: int, what: int) -> list[bytes]:
@@ -181,17 +187,22 @@ def _post(
     transport: Nccl, clock: Clock | None, device: torch.device, request: Request, piece: int, exchange: int
 ) -> Pending:
     del piece, exchange
-    began = clock.start(device) if clock is not None else None
-    pending = transport.post(request)
-    return pending if clock is None or began is None else _Timed(pending.wait, clock, began)
+    if clock is None or not clock.samples:
+        fill(request)
+        return transport.post(request)
+    began = clock.start(device)
+    fill(request)
+    clock.stop(COMPUTE, began)
+    began = clock.start(device)
+    return _Timed(transport.post(request).wait, clock, began)
 
 
 class _Timed:
     """An exchange whose time on the wire is counted from when it may begin."""
 
-    def __init__(self, wait: Callable[[], None], clock: Clock, began: object) -> None:
+    def __init__(self, wait: Callable[[], None], clock: Clock, began: Mark) -> None:
         self._wait, self._clock, self._began = wait, clock, began
 
     def wait(self) -> None:
         self._wait()
-        self._clock.stop("wire", self._began)  # type: ignore[arg-type]
+        self._clock.stop(WIRE, self._began)

@@ -29,7 +29,7 @@ from thinwire import codecs
 from thinwire.codecs import Block, Codec
 from thinwire.errors import ScheduleError
 from thinwire.schedules import accumulate as _accumulate
-from thinwire.schedules.batch import Batch, Item, Use
+from thinwire.schedules.batch import Batch, Item
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
 from thinwire.schedules.fuse import apart
 from thinwire.schedules.gather import Combine, add_up, gathered
@@ -38,6 +38,7 @@ from thinwire.schedules.low_rank import low_rank
 from thinwire.schedules.reduce import native, one_shot, ring, tree, two_shot, two_shot_of_rows
 from thinwire.schedules.seat import Buffers, Cut, Seat
 from thinwire.schedules.traits import is_bound, is_cast, is_sparse
+from thinwire.schedules.use import Use
 
 __all__ = [
     "SCHEDULES",

@@ -4,8 +4,6 @@ A `Batch` is a list of items, each a tensor or a part of one, with a channel of 
 scales, shards, residuals and random numbers, so a batch has the bits of one call for each item. But all
 items of a codec (a *leg*) are encoded by one call of a kernel, straight to where they belong in the buffer
 that travels, and all legs travel in one exchange.
-
-`Use` is one use of a batch: the vectors of this call, its random numbers, its buffers.
 """
 
 import functools
@@ -19,11 +17,9 @@ import torch
 from torch import Tensor
 
 from thinwire.channel import Channel, Holding
-from thinwire.clock import ENCODE
 from thinwire.codecs import Codec
-from thinwire.kernels.params import Draw, Segments
-from thinwire.rounding import Stream
-from thinwire.schedules.seat import Buffers, Cut, Seat
+from thinwire.kernels.params import Segments
+from thinwire.schedules.seat import Cut
 
 ALIGN = 16  #: bytes at which every rank's part begins
 
@@ -128,7 +124,7 @@ class Batch:
     def __init__(self, items: Sequence[Item], rank: int, world: int, weight: float = 1.0, inside: int = 1):
         self.items, self.rank, self.world = tuple(items), rank, world
         self.weight, self.inside = weight, inside  #: of the sum; ranks of a node
-        self.kept: dict[str, Any] = {}  #: what a schedule has worked out
+        self.kept: dict[object, Any] = {}  #: what was worked out of it
 
     @property
     def numel(self) -> int:
@@ -234,115 +230,3 @@ def _places(rows: Sequence[_Row]) -> Iterator[tuple[int, int, int]]:
         item, codec = row.item, row.item.codec
         first = codec.agreed_before(item.offset + row.start - item.start)
         yield item.tensor, first, codec.agreement(row.numel)
-
-
-@dataclass
-class Use:
-    """One use of a batch: its vectors are replaced by their sums."""
-
-    batch: Batch
-    vectors: Sequence[Tensor]  #: flat
-    buffers: Buffers
-    rng: Stream | None = None
-    shared: Agreed | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.vectors[0].device
-
-    @property
-    def is_meta(self) -> bool:
-        return self.device.type == "meta"
-
-    def buffer(self, name: str, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Flat room for wires, or for numbers of another dtype."""
-        return self.buffers.take(name, numel, dtype, self.device)
-
-    def encode(self, legs: Sequence[Rows], wires: Tensor) -> None:
-        """Every segment into its wire."""
-        for rows in legs:
-            self._encode(rows, self.vectors[rows.vector], wires)
-
-    def _encode(self, rows: Rows, x: Tensor, wires: Tensor) -> None:
-        clock = rows.channel.clock
-        began = clock.start(x.device) if clock is not None else None
-        residual = self._open(rows)
-        shared = rows.agreed(self.shared)
-        rows.codec.encode_segments(
-            x, wires, rows.segments, self._draw(rows), residual=residual, shared=shared
-        )
-        self._close(rows, residual)
-        if clock is not None:
-            clock.stop(ENCODE, began)
-
-    def reduce(self, legs: Sequence[Rows], wires: Tensor, stride: int, out: Tensor) -> None:
-        """Of every segment, all ranks' wires to the wire of their sum."""
-        for rows in legs:
-            codec, world = rows.codec, self.batch.world
-            shared = self._shares(rows)
-            weight = 1.0 if shared else self.batch.weight  # a shared scale has room for the sum
-            if codec.reduces_segments and not shared:
-                residual = self._open(rows)
-                draw = self._draw(rows)
-                args = (wires, out, rows.segments, weight, world, stride, draw)
-                codec.reduce_segments(*args, residual=residual)
-                self._close(rows, residual)
-                continue
-            total = self.buffer("total", rows.segments.numel, torch.float32)
-            codec.decode_segments(wires, total, rows.segments, weight, world, stride)
-            if not codec.feedback and not shared:
-                total += 0.0  # as a sum that began with zero: no negative zeros
-            self._encode(rows, total, out)
-
-    def decode(self, legs: Sequence[Rows], wires: Tensor) -> None:
-        """Every segment from its wire."""
-        for rows in legs:
-            weight = self.batch.weight if self._shares(rows) else 1.0
-            rows.codec.decode_segments(wires, self.vectors[rows.vector], rows.segments, weight)
-
-    def add_up(self, legs: Sequence[Rows], wires: Tensor, stride: int) -> None:
-        """Of every segment, the weighted sum of all ranks' wires, in the order of ranks."""
-        for rows in legs:
-            args = (rows.segments, self.batch.weight, self.batch.world, stride)
-            rows.codec.decode_segments(wires, self.vectors[rows.vector], *args)
-
-    def _shares(self, rows: Rows) -> bool:
-        return self.shared is not None and bool(rows.places)
-
-    def _draw(self, rows: Rows) -> Draw | None:
-        if not rows.codec.needs_rng:
-            return None
-        assert self.rng is not None
-        return Draw(self.rng.seed, self.rng.step, self.rng.rank)
-
-    def _open(self, rows: Rows) -> Tensor | None:
-        if rows.holding is None:
-            return None
-        scratch = None
-        if rows.codec.feedback != "float32":
-            scratch = self.buffer("residual", rows.holding.numel, torch.float32)
-        return rows.holding.open(rows.channel, self.device, scratch)
-
-    def _close(self, rows: Rows, residual: Tensor | None) -> None:
-        if residual is not None and rows.holding is not None:
-            rows.holding.close(rows.channel, residual)
-
-    # One tensor after another, for schedules that take them so
-
-    def tensors(self) -> Iterator[tuple[Tensor, Seat]]:
-        """Every item as a vector, and its seat."""
-        batch = self.batch
-        for place, item in enumerate(batch.items):
-            seat = Seat(
-                batch.rank,
-                batch.world,
-                item.channel,
-                item.name,
-                batch.weight,
-                self.rng,
-                None if self.shared is None else self.shared.of(item),
-                batch.inside,
-                item.shape,
-                self.buffers.part(place),
-            )
-            yield self.vectors[item.vector][item.start : item.start + item.numel], seat

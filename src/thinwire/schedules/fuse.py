@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.schedules.batch import Use
 from thinwire.schedules.exchange import (
     AllGather,
     AllReduce,
@@ -23,6 +22,7 @@ from thinwire.schedules.exchange import (
     parts,
 )
 from thinwire.schedules.seat import Seat
+from thinwire.schedules.use import Use
 
 
 def apart(steps: Callable[[Tensor, Seat], Exchanges]) -> Callable[[Use], Exchanges]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.schedules.batch import Agreed, Batch, Item, Use
+from thinwire.schedules.batch import Agreed, Batch, Item
 from thinwire.schedules.exchange import AllGather, AllToAll, Exchanges, among
 from thinwire.schedules.reduce import one_shot, two_shot
 from thinwire.schedules.seat import Cut, Seat
 from thinwire.schedules.traits import is_sparse
+from thinwire.schedules.use import Use
 
 FAR = -1  # buffers of the exchange between nodes
 
@@ -53,7 +54,7 @@ def _between(shard: Tensor, seat: Seat, place: int, start: int) -> Exchanges:
         agreed = Agreed({codec.spec: seat.shared[codec.agreed_before(start) :]}, {0: 0})
     batch = Batch(items, seat.rank // seat.inside, nodes, seat.weight)
     schedule = one_shot if is_sparse(codec) or nodes == 2 else two_shot
-    steps = schedule(Use(batch, [shard], seat.buffers.part(FAR), seat.rng, agreed))
+    steps = schedule(Use(batch, seat.buffers.part(FAR)).begin([shard], seat.rng, agreed))
     yield from among(steps, range(place, seat.world, seat.inside))
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from thinwire.channel import Holding
 from thinwire.codecs import Cast
 from thinwire.rounding import Stream
-from thinwire.schedules.batch import Batch, Item, Use
+from thinwire.schedules.batch import Batch, Item
 from thinwire.schedules.exchange import AllReduce, Exchanges
+from thinwire.schedules.use import Use
 
 LOW_RANK = "low_rank"
 SEED = 714

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast
-from thinwire.schedules.batch import Use
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, SendRecv
 from thinwire.schedules.seat import Seat
+from thinwire.schedules.use import Use
 
 
 def native(x: Tensor, seat: Seat) -> Exchanges:
@@ -47,7 +47,8 @@ def one_shot(use: Use) -> Exchanges:
     def encode() -> None:
         use.encode(layout.sent, wires[rank * layout.stride :])
 
-    yield AllGather(wires, layout.sizes, fill=None if use.is_meta else encode, stride=layout.stride)
+    fill = None if use.is_meta else encode
+    yield use.asked("gather", lambda: AllGather(wires, layout.sizes, fill=fill, stride=layout.stride))
     if not use.is_meta:
         use.add_up(layout.sent, wires, layout.stride)
 
@@ -58,16 +59,16 @@ def two_shot(use: Use) -> Exchanges:
     CNTK calls it reduce and broadcast. With feedback the owner keeps a residual of its own.
     """
     layout, rank, world = use.batch.shards, use.batch.rank, use.batch.world
-    wires, received = (use.buffer(name, world * layout.stride) for name in ("wires", "received"))
-    if use.is_meta:
-        yield AllToAll(wires, layout.sizes, received, stride=layout.stride)
-        yield AllGather(wires, layout.sizes, stride=layout.stride)
-        return
-    use.encode(layout.sent, wires)
-    yield AllToAll(wires, layout.sizes, received, stride=layout.stride)
-    use.reduce(layout.own, received, layout.stride, wires[rank * layout.stride :])
-    yield AllGather(wires, layout.sizes, stride=layout.stride)
-    use.decode(layout.sent, wires)
+    sizes, stride = layout.sizes, layout.stride
+    wires, received = (use.buffer(name, world * stride) for name in ("wires", "received"))
+    if not use.is_meta:
+        use.encode(layout.sent, wires)
+    yield use.asked("exchange", lambda: AllToAll(wires, sizes, received, stride=stride))
+    if not use.is_meta:
+        use.reduce(layout.own, received, stride, wires[rank * stride :])
+    yield use.asked("gather", lambda: AllGather(wires, sizes, stride=stride))
+    if not use.is_meta:
+        use.decode(layout.sent, wires)
 
 
 def two_shot_of_rows(rows: Tensor, seat: Seat) -> Tensor:

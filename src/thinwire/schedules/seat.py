@@ -101,6 +101,7 @@ class Buffers:
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self.stream = stream
+        self.version = 0  #: changes whenever memory is somewhere else than before
         self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._parts: dict[int, Buffers] = {}
 
@@ -120,6 +121,7 @@ class Buffers:
         if held is None or held.numel() < numel:
             held = torch.empty(numel, dtype=dtype, device=device)
             self._held[name, dtype, device] = held
+            self.version += 1
         return held[:numel].view(shape)
 
     @property

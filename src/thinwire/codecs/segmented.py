@@ -1,0 +1,210 @@
+"""Rows of different lengths in one call: what schedules use. Flat tensors, checked by whoever made them.
+
+The calls here go through rows, one after another; codecs with kernels for segments have faster ones.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codecs.described import Described
+from thinwire.errors import WireError
+from thinwire.kernels.params import Draw, Segments, SignPlan, WirePlan
+from thinwire.rounding import Stream
+
+Run: TypeAlias = Callable[[Draw | None], None]  #: a call that is ready, but for its random numbers
+
+
+class Segmented(Described):
+    """The calls on segments, by way of rows."""
+
+    def plan(self, numel: int) -> WirePlan | SignPlan:
+        """Where things lie in the wire of so many elements; for most codecs only its length and its tag."""
+        return WirePlan(numel, self.nbytes(numel), 0, 0, self.tag(numel) if self.tagged else 0)
+
+    def reads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the calls on segments take vectors of this dtype as they are."""
+        del device
+        return dtype == torch.float32
+
+    @property
+    def reduces_segments(self) -> bool:
+        """Whether `reduce_segments` is there: one pass from wires to the wire of their sum."""
+        return False
+
+    def encode_segments(
+        self,
+        x: Tensor,
+        wire: Tensor,
+        segments: Segments,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        """Every segment of a flat vector into its wire, as `encode` does it row by row.
+
+        `residual` is flat too; what of it is not finite becomes zero. `shared` holds the agreed integers of
+        all segments, one after another.
+        """
+        for run in alike(segments):
+            numel, rows = run.plan.numel, run.rows
+            values = rows_of(x[run.start : run.start + rows * numel].view(rows, numel))
+            held = (
+                None if residual is None else residual[run.held : run.held + rows * numel].view(rows, numel)
+            )
+            agreed = None
+            if shared is not None:
+                count = self.agreement(numel)
+                agreed, shared = shared[: rows * count].view(rows, count), shared[rows * count :]
+            rng = None
+            if self.needs_rng:
+                assert draw is not None
+                rng = Stream(draw.seed, draw.step, run.tensor, draw.rank)
+            places = [wire[at : at + run.plan.nbytes] for at in run.wires]
+            made = places[0].view(1, -1) if rows == 1 else wire.new_empty((rows, run.plan.nbytes))
+            self._encode(values, made, rng, held, agreed)
+            if rows > 1:
+                torch._foreach_copy_(places, list(made))
+        if residual is not None:
+            torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
+
+    def decode_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float = 1.0,
+        count: int = 1,
+        stride: int = 0,
+    ) -> None:
+        """Every segment's wire into a flat vector; of `count` wires, `stride` bytes apart, their sum."""
+        self.check_tags(wires, segments, count, stride)
+        for plan, start, at in zip(segments.plans, segments.starts, segments.wires, strict=True):
+            values = out[start : start + plan.numel].view(1, -1)
+            for k in range(count):
+                here = wires[at + k * stride : at + k * stride + plan.nbytes]
+                self._decode(here.view(1, -1), values, weight, add=k > 0)
+
+    def reduce_segments(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float,
+        count: int,
+        stride: int,
+        draw: Draw | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> None:
+        """`count` wires of every segment, `stride` bytes apart, to the wire of their sum, in its place."""
+        raise NotImplementedError
+
+    # The same calls with everything looked up before: for tensors that stay where they are
+
+    def encoder(self, x: Tensor, wire: Tensor, segments: Segments, residual: Tensor | None) -> Run:
+        """`encode_segments` of these very tensors, to be called at every step."""
+
+        def run(draw: Draw | None) -> None:
+            self.encode_segments(x, wire, segments, draw, residual=residual)
+
+        return run
+
+    def decoder(
+        self, wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
+    ) -> Run:
+        """`decode_segments` of these very tensors."""
+
+        def run(_: Draw | None) -> None:
+            self.decode_segments(wires, out, segments, weight, count, stride)
+
+        return run
+
+    def reducer(
+        self,
+        wires: Tensor,
+        out: Tensor,
+        segments: Segments,
+        weight: float,
+        count: int,
+        stride: int,
+        residual: Tensor | None,
+    ) -> Run:
+        """`reduce_segments` of these very tensors."""
+
+        def run(draw: Draw | None) -> None:
+            self.reduce_segments(wires, out, segments, weight, count, stride, draw, residual=residual)
+
+        return run
+
+    def check_tags(self, wires: Tensor, segments: Segments, count: int = 1, stride: int = 0) -> None:
+        """Refuse wires of another codec or length; on a GPU, where looking would stall, they become NaN."""
+        if not self.tagged or wires.device.type != "cpu" or not segments.plans:
+            return
+        if "tags" not in segments.known:
+            ends = [at + plan.nbytes for at, plan in zip(segments.wires, segments.plans, strict=True)]
+            tags = np.array([plan.tag for plan in segments.plans], np.int64).astype(np.int32)
+            segments.known["tags"] = np.array(ends) // 4 - 1, tags
+        ends, tags = segments.known["tags"]
+        held = wires.numpy().view(np.int32)
+        for k in range(count):
+            wrong = held[ends + k * stride // 4] != tags
+            if wrong.any():
+                numel = segments.plans[int(wrong.argmax())].numel
+                raise WireError(
+                    f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
+                    "Do all ranks use the same codec and size?"
+                )
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Segments that are rows of one matrix: a codec encodes them in one call."""
+
+    plan: WirePlan | SignPlan
+    rows: int
+    start: int
+    held: int
+    tensor: int
+    wires: tuple[int, ...]
+
+
+def alike(segments: Segments) -> Iterator[Alike]:
+    """Neighbouring segments of one tensor and length, joined."""
+    if "alike" not in segments.known:
+        segments.known["alike"] = tuple(_alike(segments))
+    yield from segments.known["alike"]
+
+
+def _alike(segments: Segments) -> Iterator[Alike]:
+    first = 0
+    count = len(segments.plans)
+    for i in range(1, count + 1):
+        numel, length = segments.plans[first].numel, i - first
+        goes_on = (
+            i < count
+            and segments.plans[i].numel == numel
+            and segments.tensors[i] == segments.tensors[first]
+            and segments.rows[i] == segments.rows[first] + length
+            and segments.starts[i] == segments.starts[first] + length * numel
+        )
+        if not goes_on:
+            where = segments.wires[first:i]
+            held, tensor = segments.held[first], segments.tensors[first]
+            yield Alike(segments.plans[first], length, segments.starts[first], held, tensor, where)
+            first = i
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., n] as contiguous [rows, n]; float32 on a CPU, whose kernels read nothing else."""
+    x = x.resolve_neg()
+    if x.device.type == "cpu":
+        x = x.float()
+    x = x.contiguous()
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
