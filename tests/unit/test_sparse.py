@@ -1,6 +1,5 @@
 """Sparse codecs: what is chosen, what arrives, and what happens to wires that are none."""
 
-import itertools
 import math
 
 import numpy as np
@@ -29,7 +28,6 @@ SPARSE = [
 EXACT = [codec for codec in SPARSE if codec.values == Cast("fp32") and not isinstance(codec, DctTopK)]
 every_sparse = pytest.mark.parametrize("codec", SPARSE, ids=lambda codec: codec.spec)
 every_exact = pytest.mark.parametrize("codec", EXACT, ids=lambda codec: codec.spec)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def data(kind, numel, seed=0):
@@ -480,32 +478,3 @@ def test_codecs_that_cannot_be_are_refused():
     for chunk, k in ((0, 1), (5000, 1), (64, 0), (4, 17)):
         with pytest.raises(CodecError):
             DctTopK(chunk, k)
-
-
-# On a GPU
-
-
-@needs_gpu
-@every_sparse
-def test_wires_of_a_gpu_are_those_of_the_cpu(codec):
-    for kind, numel in itertools.product(KINDS, (1, 1000, LONG)):
-        x, residual = data(kind, 2 * numel).view(2, -1), data("gauss", 2 * numel, 5).view(2, -1)
-        on_gpu = residual.cuda()
-        wire = codec.encode(x.cuda(), rng(codec), residual=on_gpu)
-        expected = codec.encode(x, rng(codec), residual=residual)
-        decoded = codec.decode(expected, numel)
-        if not decoded.isnan().any():  # which torch rounds to 16 bits in its own way on each device
-            assert torch.equal(wire.cpu(), expected), (kind, numel)
-        torch.testing.assert_close(on_gpu.cpu(), residual, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(codec.decode(wire, numel).cpu(), decoded, rtol=0, atol=0, equal_nan=True)
-
-
-@needs_gpu
-@pytest.mark.parametrize("codec", [TopK(0.05), Threshold(0.5, 0.1), DctTopK(48, 8)])
-def test_rows_with_places_that_are_none_become_nan_on_a_gpu(codec):
-    wire = codec.encode(data("gauss", 2000).view(2, 1000).cuda())
-    for offset in range(4):
-        corrupt(codec, wire[:1], "indices", 1000, offset)
-    for decoded in (codec.decode(wire, 1000), codec.decode_add(wire, torch.zeros(2, 1000, device="cuda"))):
-        assert bool(decoded[0].isnan().all())
-        assert bool(decoded[1].isfinite().all())

@@ -46,8 +46,6 @@ def encode(
     p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
 ) -> None:
     """Rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
-    if p.mode == STOCHASTIC:
-        x = x.float()  # words for elements of 16 bits come in an order that Triton 3.6 does not get right
     if soundness.holds(p, x, residual):
         _encode(p, x, wire, plan, key, residual)
     else:
@@ -249,7 +247,7 @@ def _constants(p: BlockParams, rule: int, item_nbytes: int) -> Constants:
 
 
 def _fits(p: BlockParams, rule: int) -> bool:
-    """Whether no number of a block is rounded to more than the largest code, if the scale is a normal float."""
+    """Whether no number of a block is rounded to more than the largest code, if the scale is plain."""
     if p.mode != NEAREST or rule != ABSMAX or p.store not in (FLOAT32, BFLOAT16):
         return False
     if isinstance(p.element, GridParams):
@@ -332,7 +330,7 @@ def program(kernel: Any, constants: dict[str, Any], kind: tuple[Any, ...]) -> Pr
 
 
 def _shortness(element: FloatParams) -> int:
-    """Which programs serve a float: -1 the general one, 0 that of short floats, 1 and 2 the processor's own."""
+    """What rounds to a float: -1 the general way, 0 that of short floats, 1 and 2 the processor itself."""
     saturates = element.over_pos == element.inf_pos == element.max_code
     reach = element.min_exponent + (element.max_code >> element.man) + 23 - element.man
     plain = element.man > 0 and element.subnormals and element.negative_zero and element.bits <= 8

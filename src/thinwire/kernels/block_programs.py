@@ -73,6 +73,8 @@ def _columns(L: tl.constexpr):
     COLUMNS: tl.constexpr = L[3] // (L[2] * L[0])
     FOLD: tl.constexpr = L[5]
     j = tl.arange(0, COLUMNS)
+    if L[2] * L[0] >= 8:  # a thread has 32 elements: with more than these columns, Triton 3.6 mixes some up
+        j = tl.max_contiguous(j, 32 // (L[2] * L[0]))
     if FOLD > 1:
         j = j % (COLUMNS // FOLD) // 4 * (4 * FOLD) + j // (COLUMNS // FOLD) * 4 + j % 4
         j = tl.max_contiguous(tl.multiple_of(j, 4), 4)  # which the compiler does not see
@@ -886,6 +888,28 @@ def _mean(total, count, first, second):
 
 
 @triton.jit
+def _whole(size):
+    """The nearest whole number of what is not negative and below 2**24."""
+    if _INTERPRETED:  # from 2**23 on it is one; the pattern of a float up to 2**24 holds it in its last bits
+        rounded = (size + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+        return tl.where(size < 8388608.0, rounded, size.to(tl.int32, bitcast=True) - 0x4A800000)
+    else:
+        return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,r", [size], tl.int32, True, 1)
+
+
+@triton.jit
+def _sum_by_block(t, L: tl.constexpr):
+    """64 numbers of 24 bits fit into 32 bits."""
+    TILE: tl.constexpr = L[3]
+    EACH: tl.constexpr = L[4]
+    t = _by_block(t, L)
+    if EACH > 64:
+        return tl.sum(tl.sum(tl.reshape(t, (TILE // EACH, EACH // 64, 64)), axis=2).to(tl.int64), axis=1)
+    else:
+        return tl.sum(t, axis=1)
+
+
+@triton.jit
 def _levels(u, left, SCALED: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
     """The bits, and what 0 and 1 stand for, by block; see `onebit_reference.levels`."""
     TILE: tl.constexpr = L[3]
@@ -893,26 +917,19 @@ def _levels(u, left, SCALED: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
     bits = (u >= 0.0).to(tl.int32)
     if not FULL:
         bits = tl.where(_offsets(L) < left, bits, 0)
-    pattern = u.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    magnitude = tl.max(_by_block(pattern, L), axis=1)
+    magnitude = tl.reduce(_by_block(tl.abs(u), L), 1, _larger).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(magnitude >> 23, 1), 254) - 126
     first = (24 - exponent) >> 1
     second = 24 - exponent - first
     one, other = ((127 + first) << 23).to(tl.float32, bitcast=True), ((127 + second) << 23).to(tl.float32, bitcast=True)
-    size = pattern.to(tl.float32, bitcast=True) * _spread(one, L) * _spread(other, L)
-    # to a whole number: from 2**23 on it is one; the pattern of a float up to 2**24 holds it in its last bits
-    rounded = (size + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    whole = tl.where(size < 8388608.0, rounded, size.to(tl.int32, bitcast=True) - 0x4A800000)
-    upper = tl.where(bits != 0, whole, 0)
-    if EACH > 64:
-        whole, upper = whole.to(tl.int64), upper.to(tl.int64)
+    whole = _whole(tl.abs(u) * _spread(one, L) * _spread(other, L))
     counts = tl.minimum(left - tl.arange(0, TILE // EACH) * EACH, EACH)
-    total = tl.sum(_by_block(whole, L), axis=1)
+    total = _sum_by_block(whole, L)
     if SCALED:
         high = _mean(total, counts, first, second)
         low = -high
     else:
-        above = tl.sum(_by_block(upper, L), axis=1)
+        above = _sum_by_block(tl.where(bits != 0, whole, 0), L)
         ones = tl.sum(_by_block(bits, L), axis=1)
         high = _mean(above, ones, first, second)
         low = -_mean(total - above, counts - ones, first, second) + 0.0

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """The GPU programs of matrix products whose roundings have no quick way, above all of those at random.
 
 A random word belongs to an element of the result by its place in memory, four of them to a call of the
@@ -9,6 +8,7 @@ of A and column of B. Elements beyond the last repeat it.
 Ways to round are compile-time constants, their numbers come from a small table in memory (`gemm_general`),
 so that one compilation serves a family of formats. Nothing may be merged (`enable_fp_fusion=False`).
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -30,7 +30,12 @@ from thinwire.kernels.programs import (
 
 NONE, SWIFT, FLOAT, GRID, STEPS = range(5)  # ways to round
 
-_NONE, _SWIFT, _FLOAT, _GRID = tl.constexpr(NONE), tl.constexpr(SWIFT), tl.constexpr(FLOAT), tl.constexpr(GRID)
+_NONE, _SWIFT, _FLOAT, _GRID = (
+    tl.constexpr(NONE),
+    tl.constexpr(SWIFT),
+    tl.constexpr(FLOAT),
+    tl.constexpr(GRID),
+)
 _STOCHASTIC = tl.constexpr(STOCHASTIC)
 _STAGES, _CHUNK_STAGE, _LAST_STAGE = tl.constexpr(STAGES), tl.constexpr(CHUNK_STAGE), tl.constexpr(LAST_STAGE)
 _QUARTER = tl.constexpr(_STREAM_BLOCK.value // 4)

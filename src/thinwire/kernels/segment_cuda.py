@@ -42,8 +42,6 @@ def encode(
     residual: Tensor | None,
 ) -> None:
     """Each segment into its wire; see `segment_reference.encode`."""
-    if p.mode == STOCHASTIC:
-        x = x.float()  # words for elements of 16 bits come in an order that Triton 3.6 does not get right
     kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
     ready = segments.known.get(("encode", p, kind))
     if ready is None:

@@ -24,13 +24,12 @@ from thinwire.kernels.block_programs import (
     _load,
     _load_floats,
     _offsets,
-    _onebit_decode,
     _onebit_encode,
     _philox_wide,
     _STOCHASTIC,
     _store,
 )
-from thinwire.kernels.segment_sum_programs import _sum
+from thinwire.kernels.segment_sum_programs import _sum, _sum_signs
 
 _FIELDS = tl.constexpr(10)
 _START, _HELD, _WIRE, _NUMEL, _SCALES, _EXTRA, _TAG_AT, _TAG, _TENSOR, _ROW = (tl.constexpr(i) for i in range(10))
@@ -236,28 +235,6 @@ def onebit_encode_kernel(
         _put_signs(_taken(x, residual, place[2], RESIDUAL, L, False), residual, wire, place, SCALED, RESIDUAL, L, False)
     if place[2] <= TILE:
         _put_tag(wire, place)
-
-
-@triton.jit
-def _one_of_signs(wire, place, weight, SCALED: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
-    numel, start, left, low_at, high_at, tag_at, tag = place
-    return _onebit_decode(wire, numel, start, left, low_at, high_at, tag_at, tag, weight, SCALED, BLOCK, L, FULL)
-
-
-@triton.jit
-def _sum_signs(
-    wires, place, weight, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr,
-    FULL: tl.constexpr,
-):  # fmt: skip
-    wire, stride, count = wires
-    u = _one_of_signs(wire, place, weight, SCALED, BLOCK, L, FULL)
-    if COUNT > 0:
-        for k in tl.static_range(1, COUNT):
-            u += _one_of_signs(wire + stride * k, place, weight, SCALED, BLOCK, L, FULL)
-    else:
-        for k in range(1, count):
-            u += _one_of_signs(wire + stride * k, place, weight, SCALED, BLOCK, L, FULL)
-    return u
 
 
 @triton.jit(do_not_specialize=["wires_at", "stride", "count", "weight"])

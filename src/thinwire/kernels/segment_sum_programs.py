@@ -37,6 +37,7 @@ CODES, BITS, LANES, E4M3FN, E5M2 = range(5)
 _CODES, _BITS, _LANES, _E4M3FN, _E5M2 = (tl.constexpr(way) for way in range(5))
 _FOUR = tl.constexpr("=r,=r,=r,=r,r")
 _FOUR_AND_ONE = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+_FOUR_OF_THREE = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
 
 
 @triton.constexpr_function
@@ -162,4 +163,84 @@ def _sum(wires, tables, place, weight, COUNT: tl.constexpr, C: tl.constexpr, L: 
     else:
         for k in range(1, count):
             u += _one(wire + stride * k, tables, value, place, weight, C, L, FULL)
+    return u
+
+
+# One bit to an element
+
+
+@triton.constexpr_function
+def sign_text(place):
+    """Four bytes in a register, four numbers for ones and four for zeros: which of them bit `place` of each asks for."""
+    lines = ["{ .reg .b32 t; .reg .pred p;"]
+    for byte in range(4):
+        lines.append(f"and.b32 t, $4, {1 << (8 * byte + place)}; setp.ne.u32 p, t, 0;")
+        lines.append(f"selp.b32 ${byte}, ${5 + byte}, ${9 + byte}, p;")
+    return " ".join(lines) + " }"
+
+
+@triton.jit
+def _chosen(packed, high, low, PLACE: tl.constexpr):
+    return tl.inline_asm_elementwise(sign_text(PLACE), _FOUR_OF_THREE, [packed, high, low], tl.float32, True, 4)
+
+
+@triton.jit
+def _quick_signs(wire, high, low, L: tl.constexpr):
+    """A whole tile's numbers, [COLUMNS, 8]: a column is a byte, which lies in one block."""
+    COLUMNS: tl.constexpr = L[3] // 8
+    packed = tl.load(wire + tl.arange(0, COLUMNS))
+    even = tl.join(
+        tl.join(_chosen(packed, high, low, 0), _chosen(packed, high, low, 4)),
+        tl.join(_chosen(packed, high, low, 2), _chosen(packed, high, low, 6)),
+    )
+    odd = tl.join(
+        tl.join(_chosen(packed, high, low, 1), _chosen(packed, high, low, 5)),
+        tl.join(_chosen(packed, high, low, 3), _chosen(packed, high, low, 7)),
+    )
+    return tl.reshape(tl.join(even, odd), (COLUMNS, 8))
+
+
+@triton.jit
+def _by_column(t, L: tl.constexpr):
+    """A number for each block as one for each column of 8 elements."""
+    TILE: tl.constexpr = L[3]
+    EACH: tl.constexpr = L[4]
+    if EACH == 0:
+        return tl.zeros((TILE // 8,), tl.float32) + t
+    else:
+        return tl.reshape(tl.broadcast_to(t[:, None], (TILE // EACH, EACH // 8)), (TILE // 8,))
+
+
+@triton.jit
+def _one_of_signs(wire, place, weight, SCALED: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+    """The tile's weighted values; NaN if the wire has another tag."""
+    numel, start, left, low_at, high_at, tag_at, tag = place
+    block, mask = _blocks(start, left, BLOCK, L)
+    known = tl.load((wire + tag_at).to(tl.pointer_type(tl.int32))) == tag
+    weight = tl.where(known, weight, _scalar(_NAN).to(tl.float32, bitcast=True))
+    high = _load((wire + high_at).to(tl.pointer_type(tl.float32)) + block, mask, FULL) * weight
+    low = -high
+    if not SCALED:
+        low = _load((wire + low_at).to(tl.pointer_type(tl.float32)) + block, mask, FULL) * weight
+    if FULL and not _INTERPRETED:
+        return _quick_signs(wire + start // 8, _by_column(high, L), _by_column(low, L), L)
+    else:
+        bits = _get_codes(wire, numel, start, left, 1, L, FULL)
+        return tl.where(bits != 0, _spread(high, L), _spread(low, L))
+
+
+@triton.jit
+def _sum_signs(
+    wires, place, weight, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """As `_sum`."""
+    wire, stride, count = wires
+    u = _one_of_signs(wire, place, weight, SCALED, BLOCK, L, FULL)
+    if FULL and COUNT > 0:
+        for k in tl.static_range(1, COUNT):
+            u += _one_of_signs(wire + stride * k, place, weight, SCALED, BLOCK, L, FULL)
+    else:
+        for k in range(1, count):
+            u += _one_of_signs(wire + stride * k, place, weight, SCALED, BLOCK, L, FULL)
     return u

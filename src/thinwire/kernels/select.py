@@ -2,18 +2,21 @@
 
 Everything here answers with places in ascending order. A choice is written as a bracket of two magnitude
 patterns: everything above `over` is taken, and from the band `lower`..`over` the first few, until there
-are k. The functions named `..._reference` are plain torch, define the result, and never wait for the device:
-they are what runs on a GPU. On a CPU `select_loops` does the same, faster:
+are k. The functions named `..._reference` are plain torch, define the result, and never wait for the device.
+On a GPU `select_cuda` does the same, faster, and on a CPU `select_loops`:
 
 1. a sample of the row tells a magnitude that somewhat more than k elements reach;
 2. one pass gathers those that do (should they be too few or too many, all of the row is used instead);
 3. histograms over the bits of a pattern find the k-th largest of them exactly.
 """
 
+import functools
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,10 +30,26 @@ from thinwire.kernels.reference import INFINITY
 MAGNITUDE = 0x7FFFFFFF
 SUM_BITS = 24  # magnitudes are summed as integers of so many bits: no order of summation changes the result
 WORTH_SAMPLING = 1 << 16  # elements; shorter rows are searched as they are
+COUNTABLE = (1 << 31) - (1 << 16)  # elements of a row, more than which a GPU's programs cannot count
+
+
+def gpu(device: torch.device, numel: int) -> ModuleType | None:
+    """The module for rows of so many elements on a GPU; None on a CPU, and where there is no Triton."""
+    return _programs() if device.type != "cpu" and numel < COUNTABLE else None
+
+
+@functools.cache
+def _programs() -> ModuleType | None:
+    try:
+        return importlib.import_module("thinwire.kernels.select_cuda")
+    except ImportError:
+        return None
 
 
 def largest(u: Tensor, k: int) -> Tensor:
     """The k largest magnitudes of each row [rows, n]; of equals the first. Places [rows, k], int64."""
+    if programs := gpu(u.device, u.shape[1]):
+        return programs.largest(u, k)
     if u.device.type != "cpu":
         return largest_reference(u, k)
     return _rows(u, k, lambda row, chosen: _largest_row(row, k, chosen))[0]
@@ -38,6 +57,8 @@ def largest(u: Tensor, k: int) -> Tensor:
 
 def bisected(u: Tensor, k: int, rounds: int) -> Tensor:
     """About the k largest of each row, by MSTopK's bisection; exactly k. Places [rows, k], int64."""
+    if programs := gpu(u.device, u.shape[1]):
+        return programs.bisected(u, k, rounds)
     if u.device.type != "cpu":
         return bisected_reference(u, k, rounds)
     return _rows(u, k, lambda row, chosen: _bisected_row(row, k, rounds, chosen))[0]
@@ -48,6 +69,8 @@ def reaching(u: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor]:
 
     Places [rows, room], int64, zero behind the last; and how many there are in each row [rows].
     """
+    if programs := gpu(u.device, u.shape[1]):
+        return programs.reaching(u, threshold, room)
     if u.device.type != "cpu":
         return reaching_reference(u, threshold, room)
     return _rows(u, room, lambda row, chosen: _reaching_row(row, threshold, chosen))
@@ -84,18 +107,62 @@ def strata(numel: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class IndexPlan:
+    """Where things lie in the wire of one row that has places; offsets in bytes."""
+
+    numel: int
+    k: int  #: places
+    bits: int  #: of a place
+    nbytes: int
+    count_at: int  #: how many of the places are real; -1: all are
+    indices_at: int  #: -1: there are none
+    values_at: int
+    plain: bool  #: values are float32 as they are
+    tag: int  #: the last four bytes
+
+
+@dataclass(frozen=True)
 class Places:
     """Where the elements of each row belong."""
 
     at: Tensor  #: [rows, k], int64, ascending and inside the row
     count: Tensor | None = None  #: [rows]: how many of the k are real; None: all
-    bad: Tensor | None = None  #: [rows], bool: places that are none, seen on a GPU
+    bad: Tensor | None = None  #: [rows], bool: places that are none
 
     @property
     def real(self) -> Tensor:
         """Which of them count; bool [rows, k]."""
         assert self.count is not None
         return torch.arange(self.at.shape[1], device=self.at.device) < self.count.unsqueeze(1)
+
+
+def write(wire: Tensor, places: Places, plan: IndexPlan) -> None:
+    """Places, and how many of them are real, into wires."""
+    if places.count is not None:
+        count = places.count.to(torch.int32).unsqueeze(1)
+        wire[:, plan.count_at : plan.count_at + 4] = count.view(torch.uint8)
+    packed = block_reference.pack(places.at, plan.bits)
+    wire[:, plan.indices_at : plan.indices_at + packed.shape[1]] = packed
+
+
+def read(wire: Tensor, plan: IndexPlan) -> Places:
+    """The way back, with a mark for rows whose places are none; on a GPU they get places that are some."""
+    at = block_reference.unpack(wire[:, plan.indices_at :], plan.k, plan.bits)
+    fine = at < plan.numel
+    fine[:, 1:] &= at[:, 1:] > at[:, :-1]
+    bad, count = torch.zeros_like(fine[:, 0]), None
+    if plan.count_at >= 0:
+        held = wire[:, plan.count_at : plan.count_at + 4].contiguous().view(torch.int32)[:, 0]
+        count = held.long() & reference.MASK32
+        bad = count > plan.k
+        count = count.clamp(max=plan.k)
+        real = Places(at, count).real
+        fine |= ~real
+        at = torch.where(real, at, 0)
+    bad |= ~fine.all(1)
+    if wire.device.type != "cpu":
+        at = torch.where(bad.unsqueeze(1), torch.arange(plan.k, device=at.device), at)
+    return Places(at, count, bad)
 
 
 def put(out: Tensor, places: Places, values: Tensor, *, add: bool) -> None:

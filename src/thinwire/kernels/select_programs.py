@@ -1,21 +1,9 @@
-# mypy: ignore-errors
-"""The GPU programs of selection, in Triton: which elements of a row are sent. `select` says which they are.
+"""The GPU programs of selection in short rows, in Triton, and what they share with `select_long_programs`.
 
-A short row is one program's: it finds the k-th largest magnitude bit by bit and writes the places. Of a long
-row, which is read once:
-
-1. `sample_kernel` looks at SAMPLE elements. Somewhat more than k of the row are above the pattern `floor`
-   that it finds, and the k-th largest is probably in the bracket that begins there.
-2. `gather_kernel` puts all that is above `floor` into slots, cell by cell of CELL elements. A cell with more
-   of them than slots, and a row where they turn out to be less than k, is read again wherever it is asked for.
-3. `bins_kernel` counts by bin of the bracket, then by bins of the bin where the k-th largest must be; after at
-   most four times that is one pattern. Where it is found before, the rest return at once.
-4. `count_kernel` works out the bracket of patterns that is chosen (`select`), and how many elements of each
-   program's cells are above it and in it; `write_kernel` adds up those of the programs before it and writes.
-
-A kernel works out itself what follows from the counts of the one before: every program does, all with the same
-result, so that no program waits for another, and the host for none. Counts are int32: rows are shorter than 2**31.
+A short row is one program's, or several are: it finds the k-th largest magnitude bit by bit, works out the bracket
+of patterns that is chosen, as `select` says, and writes the places.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -23,33 +11,10 @@ import triton.language as tl
 from thinwire.kernels.programs import _INFINITY
 
 LARGEST, BISECTED, REACHING = range(3)
-BINS = 2048
-PASSES = 4  # counts by bin
-INFO = 64  # numbers that are kept of a row, below
-FLOOR, LOW, SHIFT, ABOVE_FLOOR, AT_FLOOR, TOP, REACHED = range(7)
-ABOVE = 8  # of each pass: elements above all bins
-STATE = 16  # of each pass, four numbers: whether the pattern is found, LOW (or the pattern) and SHIFT
-OVER, LOWER = 40, 41  # the bracket that is chosen
-PLACE_BITS = 16  # of an element in its cell
-ROWS, COLUMNS = 8, 128  # of a block
 
 _LARGEST, _BISECTED, _REACHING = tl.constexpr(LARGEST), tl.constexpr(BISECTED), tl.constexpr(REACHING)
-_BINS, _PASSES, _INFO = tl.constexpr(BINS), tl.constexpr(PASSES), tl.constexpr(INFO)
-_FLOOR, _LOW, _SHIFT, _TOP = tl.constexpr(FLOOR), tl.constexpr(LOW), tl.constexpr(SHIFT), tl.constexpr(TOP)
-_ABOVE_FLOOR, _AT_FLOOR = tl.constexpr(ABOVE_FLOOR), tl.constexpr(AT_FLOOR)
-_REACHED, _ABOVE, _STATE = tl.constexpr(REACHED), tl.constexpr(ABOVE), tl.constexpr(STATE)
-_OVER, _LOWER = tl.constexpr(OVER), tl.constexpr(LOWER)
-_BIN_BITS = tl.constexpr(BINS.bit_length() - 1)
-_PLACE_BITS, _PLACE_MASK = tl.constexpr(PLACE_BITS), tl.constexpr((1 << PLACE_BITS) - 1)
-_ROWS, _COLUMNS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(COLUMNS), tl.constexpr(ROWS * COLUMNS)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _WHOLE = tl.constexpr(8388608.0)  # 2**23: from here on a float32 is a whole number
-
-
-@triton.jit
-def _wide(i):
-    """As 64 bits. A loop's number is no tensor in Triton's interpreter, and has no `to`."""
-    return tl.full((), 0, tl.int64) + i
 
 
 # MSTopK's bisection
@@ -93,7 +58,9 @@ def _bisect(rank, top, total, numel, rounds):
         low, high = tl.where(more, middle, low), tl.where(more, high, middle)
         over = tl.where(more, over, middle.to(tl.int32, bitcast=True))
     flooded = rank >= _INFINITY
-    return tl.where(flooded, _MAGNITUDE, over - 1), tl.where(flooded, _INFINITY, low.to(tl.int32, bitcast=True))
+    return tl.where(flooded, _MAGNITUDE, over - 1), tl.where(
+        flooded, _INFINITY, low.to(tl.int32, bitcast=True)
+    )
 
 
 @triton.jit
@@ -145,307 +112,9 @@ def short_kernel(
     in_band = before >> 16
     taken = above | (band & (in_band < left))
     at = (before & 0xFFFF) + tl.minimum(in_band, left)
-    tl.store(places + row[:, None] * k + at, tl.broadcast_to(i.to(tl.int64), (ROWS, WIDTH)), mask=taken & here)
+    tl.store(
+        places + row[:, None] * k + at, tl.broadcast_to(i.to(tl.int64), (ROWS, WIDTH)), mask=taken & here
+    )
     if KIND == _REACHING:
         full = (sums & 0xFFFF) + tl.minimum(sums >> 16, k - (sums & 0xFFFF))
         tl.store(count + row, full.to(tl.int64), mask=row < rows)
-
-
-# Long rows: a sample
-
-
-@triton.jit(do_not_specialize=["n", "rank", "high_rank", "loose"])
-def sample_kernel(u, info, bins, total, n, rank, high_rank, loose, SAMPLE: tl.constexpr):
-    """Begins the row's numbers, with all counts zero. SAMPLE is a power of two under 2**16.
-
-    One element of each of SAMPLE parts, at places that look random. The bracket ends at the sample's
-    `high_rank`-th largest, or at twice that if `loose`.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, SAMPLE)
-    length = (n // SAMPLE).to(tl.uint32)
-    inside = tl.umulhi(j.to(tl.uint32) * 0x9E3779B1, tl.zeros([SAMPLE], tl.uint32) + length)
-    m = tl.load(u + row * n + j.to(tl.int64) * n // SAMPLE + inside.to(tl.int64)) & _MAGNITUDE
-    floor, high = 0, 0
-    for place in range(31):
-        bit = 1 << (30 - place)
-        reached = tl.sum((m >= (floor | bit)).to(tl.int32) + ((m >= (high | bit)).to(tl.int32) << 16), 0)
-        floor = tl.where((reached & 0xFFFF) >= rank, floor | bit, floor)
-        high = tl.where((reached >> 16) >= high_rank, high | bit, high)
-    high = tl.minimum(high, _MAGNITUDE - (loose << 23)) + (loose << 23)
-    low = floor + 1
-    width = tl.maximum(high - low, 0)
-    shift = 0
-    while (width >> shift) >= _BINS:
-        shift += 1
-    i = tl.arange(0, _INFO)
-    begin = tl.where(i == _FLOOR, floor, tl.where(i == _LOW, low, tl.where(i == _SHIFT, shift, 0)))
-    tl.store(info + row * _INFO + i, begin)
-    i = tl.arange(0, _PASSES * _BINS)
-    tl.store(bins + row * (_PASSES * _BINS) + i, tl.zeros([_PASSES * _BINS], tl.int32))
-    tl.store(total + row, tl.full((), 0, tl.int64))
-
-
-# Long rows: programs share them, each has consecutive cells. It goes over a cell in blocks of 8 * 128 elements: a
-# thread has one of each 128, so that a block's marks are added up as eight bytes of an integer, in one go.
-
-
-@triton.jit
-def _share(n, programs, CELL: tl.constexpr):
-    """This program's row, its number in the row, and its first and last cell."""
-    cells = (n + (CELL - 1)) // CELL
-    each = (cells + programs - 1) // programs
-    program = tl.program_id(0) % programs
-    first = program * each
-    return (tl.program_id(0) // programs).to(tl.int64), program, first, tl.minimum(first + each, cells)
-
-
-@triton.jit
-def _by_thread(x):
-    """The sum of the elements that a thread has of a block."""
-    return tl.sum(tl.reshape(x.to(tl.int32), (_ROWS, _COLUMNS)), 0)
-
-
-@triton.jit
-def _patterns(u, start, size):
-    """Patterns of a cell's elements from `start` on; -1 behind the last."""
-    j = start + tl.arange(0, _BLOCK)
-    return tl.where(j < size, tl.load(u + j, mask=j < size, other=0) & _MAGNITUDE, -1)
-
-
-@triton.jit
-def _number(marks):
-    """How many marks of a block are before each place, and how many there are."""
-    c = tl.arange(0, _ROWS)[:, None]
-    bytes = tl.sum(tl.reshape(marks.to(tl.int64), (_ROWS, _COLUMNS)) << (8 * c), 0)
-    before = tl.cumsum(bytes, 0) - bytes
-    rows = tl.sum(bytes, 0)
-    even = rows & 0x00FF00FF00FF00FF
-    pairs = even + ((rows >> 8) & 0x00FF00FF00FF00FF)
-    sums = pairs * 0x0001000100010001  # of the first pair, the first two ...
-    start = (((sums - pairs) >> (c // 2 * 16)) & 0xFFFF) + ((even >> (c // 2 * 16)) & 0xFFFF) * (c % 2)
-    before = (((before[None, :] >> (8 * c)) & 0xFF) + start).to(tl.int32)
-    return tl.reshape(before, (_BLOCK,)), ((sums >> 48) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def _length(n, cell, CELL: tl.constexpr):
-    return tl.minimum(n - _wide(cell) * CELL, CELL).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["n", "programs"])
-def top_kernel(u, info, n, programs, CELL: tl.constexpr):
-    """The largest finite pattern of a row."""
-    row, _, first, last = _share(n, programs, CELL)
-    top = tl.zeros([_BLOCK], tl.int32)
-    for cell in range(first, last):
-        size = _length(n, cell, CELL)
-        here = u + row * n + _wide(cell) * CELL
-        for start in range(0, CELL, _BLOCK):
-            m = _patterns(here, start, size)
-            top = tl.maximum(top, tl.where(m < _INFINITY, m, 0))
-    tl.atomic_max(info + row * _INFO + _TOP, tl.max(top, 0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["n", "programs", "reach"])
-def gather_kernel(
-    u, slots, counts, info, total, n, programs, reach, KIND: tl.constexpr, SLOTS: tl.constexpr, CELL: tl.constexpr
-):
-    """What is above `floor` into the slots of its cell; SLOTS is 0: counts alone."""
-    row, _, first, last = _share(n, programs, CELL)
-    info += row * _INFO
-    cells = (n + (CELL - 1)) // CELL
-    floor = tl.load(info + _FLOOR)
-    half, rest = _scale(tl.load(info + _TOP))
-    one, other = _exp2(half), _exp2(rest)
-    at_floor, above, reached = tl.zeros([_COLUMNS], tl.int32), tl.zeros([_COLUMNS], tl.int32), tl.zeros([_COLUMNS], tl.int32)
-    sizes = tl.zeros([_COLUMNS], tl.int64)
-    for cell in range(first, last):
-        kept = 0
-        here = u + row * n + _wide(cell) * CELL
-        mine = slots + (row * cells + cell) * SLOTS
-        size = _length(n, cell, CELL)
-        for start in range(0, CELL, _BLOCK):
-            m = _patterns(here, start, size)
-            keep = m > floor
-            at_floor += _by_thread(m == floor)
-            if KIND == _BISECTED:
-                sizes += _by_thread(_whole_sizes(m, one, other)).to(tl.int64)
-            elif KIND == _REACHING:
-                reached += _by_thread(m >= reach)
-            if SLOTS > 0:
-                before, here_kept = _number(keep)
-                slot = kept + before
-                key = (m.to(tl.int64) << _PLACE_BITS) | (start + tl.arange(0, _BLOCK))
-                tl.store(mine + slot, key, mask=keep & (slot < SLOTS))
-                kept += here_kept
-            else:
-                above += _by_thread(keep)
-        if SLOTS > 0:
-            tl.store(counts + row * cells + cell, kept)
-            above += tl.where(tl.arange(0, _COLUMNS) == 0, kept, 0)
-    tl.atomic_add(info + _AT_FLOOR, tl.sum(at_floor, 0), sem="relaxed")
-    tl.atomic_add(info + _ABOVE_FLOOR, tl.sum(above, 0), sem="relaxed")
-    if KIND == _BISECTED:
-        tl.atomic_add(total + row, tl.sum(sizes, 0), sem="relaxed")
-    elif KIND == _REACHING:
-        tl.atomic_add(info + _REACHED, tl.sum(reached, 0), sem="relaxed")
-
-
-@triton.jit
-def _bin_of(bins, above, rank):
-    """The highest bin that `rank` elements reach, with those above all bins."""
-    i = tl.arange(0, _BINS)
-    held = tl.load(bins + i)
-    reach = above + tl.sum(held, 0) - tl.cumsum(held, 0) + held
-    return tl.max(tl.where(reach >= rank, i, 0), 0)
-
-
-@triton.jit
-def _state(info, bins, rank, PASS: tl.constexpr):
-    """Whether the pattern is found, LOW (or the pattern) and SHIFT before a pass.
-
-    The bin with the `rank`-th largest becomes all bins. Where the sample was wrong, they are all patterns.
-    """
-    if PASS == 0:
-        more, at, low = tl.load(info + _ABOVE_FLOOR), tl.load(info + _AT_FLOOR), tl.load(info + _LOW)
-        found = (more < rank) & (more + at >= rank)
-        low = tl.where(found, tl.load(info + _FLOOR), tl.where(more < rank, 0, low))
-        return found.to(tl.int32), low, tl.where(more < rank, 31 - _BIN_BITS, tl.load(info + _SHIFT))
-    else:
-        before = info + _STATE + 4 * (PASS - 1)
-        found, low, shift = tl.load(before), tl.load(before + 1), tl.load(before + 2)
-        if found == 0:
-            above = tl.load(info + _ABOVE + (PASS - 1))
-            wrong = above >= rank
-            low = tl.where(wrong, 0, low + (_bin_of(bins + (PASS - 1) * _BINS, above, rank) << shift))
-            found = tl.where(wrong, 0, (shift == 0).to(tl.int32))
-            shift = tl.where(wrong, 31 - _BIN_BITS, tl.maximum(shift - _BIN_BITS, 0))
-        return found, low, shift
-
-
-@triton.jit
-def _block(u, slots, start, size, whole):
-    """Patterns (-1 behind the last) and places in the cell, from its elements or from its slots."""
-    j = start + tl.arange(0, _BLOCK)
-    m, at = tl.zeros([_BLOCK], tl.int32), j
-    if whole:
-        m = _patterns(u, start, size)
-    else:
-        key = tl.load(slots + j, mask=j < size, other=0)
-        m = tl.where(j < size, (key >> _PLACE_BITS).to(tl.int32), -1)
-        at = (key & _PLACE_MASK).to(tl.int32)
-    return m, at
-
-
-@triton.jit
-def _size(counts, n, cell, whole, SLOTS: tl.constexpr, CELL: tl.constexpr):
-    """Whether a cell's elements must be read, and how many elements or slots there are."""
-    length = _length(n, cell, CELL)
-    if SLOTS > 0:
-        held = tl.load(counts + cell)
-        all_of_it = whole | (held > SLOTS)
-        return all_of_it, tl.where(all_of_it, length, held)
-    else:
-        return whole, length
-
-
-@triton.jit(do_not_specialize=["n", "programs", "rank"])
-def bins_kernel(
-    u, slots, counts, info, bins, n, programs, rank, PASS: tl.constexpr, SLOTS: tl.constexpr, CELL: tl.constexpr
-):
-    row, program, first, last = _share(n, programs, CELL)
-    info += row * _INFO
-    bins += row * (_PASSES * _BINS)
-    cells = (n + (CELL - 1)) // CELL
-    found, low, shift = _state(info, bins, rank, PASS)
-    if program == 0:
-        tl.store(info + _STATE + 4 * PASS, found)
-        tl.store(info + _STATE + 4 * PASS + 1, low)
-        tl.store(info + _STATE + 4 * PASS + 2, shift)
-    if found == 0:
-        short = tl.load(info + _ABOVE_FLOOR) + tl.load(info + _AT_FLOOR) < rank
-        beyond, at_low = tl.zeros([_COLUMNS], tl.int32), tl.zeros([_COLUMNS], tl.int32)
-        for cell in range(first, last):
-            whole, size = _size(counts + row * cells, n, cell, short | (SLOTS == 0), SLOTS, CELL)
-            here = u + row * n + _wide(cell) * CELL
-            mine = slots + (row * cells + cell) * SLOTS
-            for start in range(0, size, _BLOCK):
-                m, at = _block(here, mine, start, size, whole)
-                place = (m - low) >> shift
-                inside = (m >= low) & (place < _BINS)
-                tl.atomic_add(bins + PASS * _BINS + place, 1, mask=inside & (place > 0), sem="relaxed")
-                at_low += _by_thread(inside & (place == 0))  # of which there may be many, all equal
-                beyond += _by_thread((m >= low) & (place >= _BINS))
-        tl.atomic_add(bins + PASS * _BINS, tl.sum(at_low, 0), sem="relaxed")
-        tl.atomic_add(info + _ABOVE + PASS, tl.sum(beyond, 0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["n", "programs", "k", "rank", "reach", "rounds", "numel"])
-def count_kernel(
-    u, slots, counts, info, bins, total, sums, n, programs, k, rank, reach, rounds, numel, KIND: tl.constexpr,
-    SLOTS: tl.constexpr, CELL: tl.constexpr,
-):  # fmt: skip
-    """Elements above and in the chosen bracket, by program: [rows, programs, 2]."""
-    row, program, first, last = _share(n, programs, CELL)
-    info += row * _INFO
-    cells = (n + (CELL - 1)) // CELL
-    found, edge, shift = _state(info, bins + row * (_PASSES * _BINS), rank, _PASSES)
-    reached, top = tl.load(info + _REACHED), tl.load(info + _TOP)
-    over, lower = _chosen(edge, reached, top, tl.load(total + row), k, reach, rounds, numel, KIND)
-    if program == 0:
-        tl.store(info + _OVER, over)
-        tl.store(info + _LOWER, lower)
-    floor = tl.load(info + _FLOOR)
-    needed = (over < floor) | (lower <= floor)
-    above, band = tl.zeros([_COLUMNS], tl.int32), tl.zeros([_COLUMNS], tl.int32)
-    for cell in range(first, last):
-        whole, size = _size(counts + row * cells, n, cell, needed | (SLOTS == 0), SLOTS, CELL)
-        here = u + row * n + _wide(cell) * CELL
-        mine = slots + (row * cells + cell) * SLOTS
-        for start in range(0, size, _BLOCK):
-            m, at = _block(here, mine, start, size, whole)
-            above += _by_thread(m > over)
-            band += _by_thread((m >= lower) & (m <= over))
-    tl.store(sums + 2 * (row * programs + program), tl.sum(above, 0))
-    tl.store(sums + 2 * (row * programs + program) + 1, tl.sum(band, 0))
-
-
-@triton.jit(do_not_specialize=["n", "programs", "k"])
-def write_kernel(
-    u, slots, counts, info, sums, places, count, n, programs, k, KIND: tl.constexpr, SLOTS: tl.constexpr,
-    CELL: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Places in ascending order; there are at most PROGRAMS programs to a row."""
-    row, program, first, last = _share(n, programs, CELL)
-    info += row * _INFO
-    cells = (n + (CELL - 1)) // CELL
-    over, lower, floor = tl.load(info + _OVER), tl.load(info + _LOWER), tl.load(info + _FLOOR)
-    i = tl.arange(0, PROGRAMS)
-    each = sums + 2 * (row * programs + i)
-    above = tl.load(each, mask=i < programs, other=0)
-    band = tl.load(each + 1, mask=i < programs, other=0)
-    all_above = tl.sum(above, 0)
-    left = k - all_above
-    at_above = tl.sum(tl.where(i < program, above, 0), 0)
-    at_band = tl.sum(tl.where(i < program, band, 0), 0)
-    if KIND == _REACHING:
-        if program == 0:
-            tl.store(count + row, (all_above + tl.minimum(tl.sum(band, 0), left)).to(tl.int64))
-    for cell in range(first, last):
-        needed = (over < floor) | ((lower <= floor) & (at_band < left))
-        whole, size = _size(counts + row * cells, n, cell, needed | (SLOTS == 0), SLOTS, CELL)
-        here = u + row * n + _wide(cell) * CELL
-        mine = slots + (row * cells + cell) * SLOTS
-        for start in range(0, size, _BLOCK):
-            m, at = _block(here, mine, start, size, whole)
-            is_above = m > over
-            is_band = (m >= lower) & (m <= over)
-            before_above, more_above = _number(is_above)
-            before_band, more_band = _number(is_band)
-            in_band = at_band + before_band
-            taken = is_above | (is_band & (in_band < left))
-            place = at_above + before_above + tl.minimum(in_band, left)
-            tl.store(places + row * k + place, _wide(cell) * CELL + at, mask=taken & (place < k))
-            at_above += more_above
-            at_band += more_band

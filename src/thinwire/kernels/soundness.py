@@ -1,10 +1,10 @@
 """Whether a compiled GPU program can be trusted: each is tried once against the reference before it is used.
 
-Programs of block codecs rearrange registers, and Triton 3.6 gets some of the arrangements wrong on real
-hardware (random words with codes of 3, 5, 6 or 7 bits, one bit in blocks of 128): blocks take each other's
-scales. Its interpreter is right. A few thousand elements, every block of them on another scale, tell.
-Where a program fails, or has been seen to, the reference does its work from then on, on the same device,
-slowly and with the same bytes; a warning says so the first time.
+Programs of block codecs rearrange registers, and Triton 3.6 gets some arrangements wrong: where threads
+run out of columns and take the next rows, blocks take each other's scales (`block_programs._columns` does not
+let it come to that). Its interpreter is right. A few thousand elements, every block of them on another scale,
+tell. Where a program fails, the reference does its work from then on, on the same device, slowly and with the
+same bytes; a warning says so the first time.
 """
 
 import logging
@@ -20,11 +20,9 @@ from thinwire.kernels import block_reference, onebit_reference
 from thinwire.kernels.params import (
     FILLED,
     SCALE_NBYTES,
-    STOCHASTIC,
     BlockParams,
     SignPlan,
     WirePlan,
-    components,
     packed_nbytes,
 )
 
@@ -71,8 +69,6 @@ _SIGNS: dict[object, bool] = {}
 
 def holds(p: BlockParams, x: Tensor, residual: Tensor | None) -> bool:
     """Whether encoding such rows gives the reference's bytes."""
-    if _is_known_to_fail(p) and x.device.type == "cuda":
-        return False
     variant = _variant(x, residual)
     what = f"encoding {p.element.bits}-bit codes in blocks of {p.block}"
     return remembered(p, variant, what, partial(_try_encode, p, variant), x.device)
@@ -80,8 +76,6 @@ def holds(p: BlockParams, x: Tensor, residual: Tensor | None) -> bool:
 
 def reduction_holds(p: BlockParams, count: int, device: torch.device) -> bool:
     """Whether reducing so many wires gives the reference's bytes."""
-    if _is_known_to_fail(p) and device.type == "cuda":
-        return False
     what = f"reducing {p.element.bits}-bit codes in blocks of {p.block}"
     trial = partial(_try_reduce, p, count, device)
     return remembered(p, (count, device), what, trial, device)
@@ -89,16 +83,9 @@ def reduction_holds(p: BlockParams, count: int, device: torch.device) -> bool:
 
 def signs_hold(block: int, threshold: str, x: Tensor, residual: Tensor | None) -> bool:
     """Whether encoding such rows in one bit gives the reference's bytes."""
-    if block == 128 and x.device.type == "cuda":  # seen to fail
-        return False
     variant = _variant(x, residual)
     trial = partial(_try_signs, block, threshold, variant)
     return remembered(None, (block, threshold, variant), f"one bit in blocks of {block}", trial, x.device)
-
-
-def _is_known_to_fail(p: BlockParams) -> bool:
-    """Seen on an H200 with Triton 3.6: random words, and codes of one bit or of several parts."""
-    return p.mode == STOCHASTIC and (p.element.bits == 1 or len(components(p.element.bits)) > 1)
 
 
 def remembered(
