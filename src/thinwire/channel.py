@@ -16,8 +16,9 @@ Schedules encode many slots in one call. A `Holding` keeps the residuals of thes
 the channel's residuals are then views of it, under the same names.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +209,21 @@ class Channel:
         self.shapes = {slot: tuple(shape) for slot, shape in shapes.items()}
 
 
+#: While a runtime records a call: the holdings that it opened.
+OPENED: "list[Holding] | None" = None
+
+
+@contextlib.contextmanager
+def opened() -> "Iterator[list[Holding]]":
+    """The holdings that are opened meanwhile."""
+    global OPENED
+    OPENED = []
+    try:
+        yield OPENED
+    finally:
+        OPENED = None
+
+
 @dataclass
 class Holding:
     """The residuals of several slots of a channel, one after another in one flat tensor.
@@ -232,6 +248,8 @@ class Holding:
         if self.flat is None or self.flat.device != device:
             self._gather(channel, device)
         assert self.flat is not None
+        if OPENED is not None:
+            OPENED.append(self)
         store = self._store(channel)
         if store is None:
             return self.flat

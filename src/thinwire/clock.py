@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 
 ENCODE, COMPUTE, WIRE = "encode", "compute", "wire"
-FIRST, EVERY = (5, 6), 10  #: steps in which events are recorded: these, and every tenth
+FIRST, EVERY = (5, 6), 50  #: steps in which events are recorded: these, and every fiftieth
 KEPT = 64  # steps whose events wait to be read
 
 Event: TypeAlias = torch.cuda.Event

@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire import Channel, Stream, codecs, collectives, policy, schedules
-from thinwire.runtimes import local
+from thinwire.runtimes import arguments, local
+from thinwire.runtimes.lines import line
+from thinwire.runtimes.recording import Recording
 
 TIMEOUT_S, FAULTS_S = 120, 8
 DEVICE = torch.device("cuda", 0)
@@ -35,6 +37,12 @@ SPECS = (
     "qsgd4/512", "maxmin4/1024", "onebit/512+ef", "sign/64+ef", "topk/0.01+ef", "dct/64:8+ef",
 )  # fmt: skip
 SHAPES = [(1000,), (40, 130), (7,), (33, 700)]
+REPEATED = (
+    ("one_shot", "int8/256"), ("one_shot", "onebit/512+ef"), ("two_shot", "int8/256"),
+    ("two_shot", "int4/128+ef"), ("two_shot", "int4/128+ef:bf16"), ("two_shot", "fp32"), ("two_shot", "aps/e5m2"), ("two_shot", "mxfp4"),
+    ("native", "bf16"), ("low_rank/2", "fp32+ef"), ("sparse", "topk/0.01+ef"), ("sparse", "mstopk/0.01+ef"),
+    ("one_shot", "dct/64:8+ef"),
+)  # fmt: skip
 LARGE = ("int8/256", "qsgd4/512", "onebit/512+ef")  # also in several pieces
 PIECES = (1_300_000,)
 BAG = [(120, 130), (50,), (30, 20), (2300, 500), (101, 130)]
@@ -93,6 +101,33 @@ def bits(rank, world):
                     if not (near if plan.adds else torch.equal(found.cpu(), expected)):
                         wrong.append((schedule, spec, step, tuple(found.shape)))
     assert not wrong, wrong[:5]
+
+
+def recorded(rank, world):
+    """A call that is repeated is replayed, with the bits of ranks on a CPU, whatever moved in between."""
+    here = line(None, DEVICE)
+    for schedule, spec in REPEATED:
+        mine, theirs = Channel(spec), [Channel(spec) for _ in range(world)]
+        x = torch.empty(60, 5000, device=DEVICE)
+        known = arguments.reduction_of([x], mine, "avg", schedule, here, "w").plan.recordings
+        for step in range(12):
+            if step == 5:  # residuals move
+                for channel in (mine, *theirs):
+                    channel.load_state_dict(channel.state_dict())
+            if step == 8:  # buffers move
+                huge = torch.ones(2_000_000 + 1000 * REPEATED.index((schedule, spec)), device=DEVICE)
+                collectives.all_reduce(huge, "fp32", "avg", None, "two_shot")
+            ranks = [random(x.shape, r, step) for r in range(world)]
+            x.copy_(ranks[rank])
+            work = collectives.all_reduce(x, mine, "avg", None, schedule, step % 2 > 0, name="w")
+            if work is not None:
+                work.wait()
+            local.all_reduce([[each] for each in ranks], theirs, "avg", schedule, name="w")
+            near = (x.cpu() - ranks[rank]).norm() <= 1e-3 * ranks[rank].norm()
+            same = near if schedules.get(schedule).adds else torch.equal(x.cpu(), ranks[rank])
+            assert same, (schedule, spec, step)
+            if step in (3, 11):
+                assert isinstance(known[x.data_ptr(),], Recording), (schedule, spec, known)
 
 
 def moves(rank, world):
@@ -234,7 +269,7 @@ def as_on_cpu(rank, world):
         here = DistributedDataParallel(Bag(BAG, "cpu"), process_group=gloo)
         for model in (there, here):
             thinwire.attach(model, name)
-        for step in range(4):
+        for step in range(9):  # run, recorded, timed, replayed
             gradients = [random(shape, rank, step, i) for i, shape in enumerate(BAG)]
             found = fed(there, [each.to(DEVICE) for each in gradients])
             for i, (one, other) in enumerate(zip(found, fed(here, gradients), strict=True)):
@@ -417,7 +452,20 @@ def killed_in_training(rank, world):
 
 
 FAULTS = (killed, another_call, killed_in_training)
-CHECKS = (bits, moves, graphs, recipes, as_on_cpu, sixteen_bits, options, compiled, resumed, memory, disagree)
+CHECKS = (
+    bits,
+    recorded,
+    moves,
+    graphs,
+    recipes,
+    as_on_cpu,
+    sixteen_bits,
+    options,
+    compiled,
+    resumed,
+    memory,
+    disagree,
+)
 
 
 def main(names):

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 PROGRAM = Path(__file__).with_name("nccl_program.py")
 PARTS = {
-    "collectives": ("bits", "moves", "graphs", "disagree"),
+    "collectives": ("bits", "recorded", "moves", "graphs", "disagree"),
     "training": ("recipes", "options", "memory"),
     "bits": ("as_on_cpu", "sixteen_bits", "resumed", "compiled"),
 }

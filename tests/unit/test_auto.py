@@ -1,12 +1,21 @@
 """Auto's arithmetic: what a step would take, and what it takes in the end."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from thinwire.integrations import pilot
-from thinwire.integrations.auto import Candidate, Choice, Cost, Profile, communication_end, predict
+from thinwire.integrations.auto import (
+    Candidate,
+    Choice,
+    Cost,
+    Profile,
+    communication_end,
+    predict,
+    predict_beside,
+)
 from thinwire.integrations.meter import Meter
 from thinwire.integrations.pilot import Pilot
 from thinwire.policy import Tensorlike
@@ -72,6 +81,7 @@ class FakeTrainer:
         def probe():
             self.asked.append(policy.name)
             self.now += self.steps_s["probe"].get(policy.name, 0.5)
+            return 0.0
 
         return probe, 1000
 
@@ -205,3 +215,24 @@ def test_the_table_names_the_choice():
     assert "int8" in choice.explain().splitlines()[-1]
     assert "<- chosen" in choice.explain().splitlines()[-1]
     assert math.isclose(choice.describe()["predicted_step_s"], 0.5)
+
+
+# Steps of a GPU in which computing and communication were apart
+
+APART = Profile(
+    0.5, (0.0, 0.02, 0.04), (1000, 1000, 2000), sent_s=0.4, host_s=0.01
+)  # 0.06 s before and after
+
+
+def test_communication_is_measured_in_the_step_itself_not_by_the_probe():
+    whole = Profile(0.5)
+    found = [predict_beside(whole, APART, Cost(fp32_s, 0.0), Cost(0.1, 0.0)) for fp32_s in (0.4, 0.6)]
+    assert found[0] == found[1] == pytest.approx(0.06 + 0.04 + 0.1)
+
+
+def test_what_the_host_takes_counts_only_where_the_host_is_behind():
+    whole, fp32 = Profile(0.5), Cost(0.4, 0.0)
+    idle = predict_beside(whole, APART, fp32, Cost(0.1, 0.0, host_s=0.02))
+    assert idle == predict_beside(whole, APART, fp32, Cost(0.1, 0.0))
+    busy = predict_beside(whole, replace(APART, host_s=0.04), fp32, Cost(0.1, 0.0, host_s=0.02))
+    assert busy == pytest.approx(idle + 0.02)

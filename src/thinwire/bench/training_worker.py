@@ -12,6 +12,7 @@ import gc
 import hashlib
 import json
 import signal
+import statistics
 import sys
 import time
 from contextlib import nullcontext
@@ -59,6 +60,7 @@ class Trainee:
     done: int = 0  #: steps so far
     steps: int = 1  #: in a turn
     times: list[float] = field(default_factory=list)  #: of a step, by round
+    host: list[float] = field(default_factory=list)  #: seconds of every step in thinwire's hook
 
     def step(self, x: Tensor, labels: Tensor) -> None:
         """One step of training; on a GPU in bfloat16, with parameters and gradients in float32."""
@@ -124,7 +126,24 @@ def prepare(method: str, network: Network, device: torch.device) -> Trainee:
         model.register_comm_hook(made.power, powerSGD_hook.powerSGD_hook)
     elif method not in (PLAIN, COMPUTE):
         made.wire = attach(model, method)
+        _watch(made.wire, made.host)
     return made
+
+
+def _watch(wire: Wire, spent: list[float]) -> None:
+    """Note how long the host is in the hook, step by step."""
+    inner = wire.reduce
+
+    def reduce(bucket: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return inner(bucket)
+        finally:
+            if bucket.index() == 0:
+                spent.append(0.0)
+            spent[-1] += time.perf_counter() - began
+
+    wire.reduce = reduce  # type: ignore[method-assign]
 
 
 # Measuring
@@ -171,6 +190,7 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
             "buckets": _buckets(trainee.model),
             **_replicas(trainee.model),
             **_wire(trainee.wire),
+            **({"host_s": statistics.median(trainee.host[-trainee.steps * 2 :])} if trainee.host else {}),
             **({"auto": trainee.wire.stats()["auto"]} if trainee.wire and trainee.method == AUTO else {}),
         }
         for trainee, taken, (done, sent) in zip(trainees, times, before, strict=True)

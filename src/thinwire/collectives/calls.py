@@ -37,7 +37,12 @@ def all_reduce(
     """
     tensors = listed(tensor)
     here = line(group, check(tensors))
-    return _go(arguments.all_reduce_job(tensors, codec, op, schedule, here, name, rng), here, async_op)
+    known = arguments.reduction_of(tensors, codec, op, schedule, here, name)
+    vectors = known.in_place(tensors)
+    work = here.replay(known.plan, vectors, tensors) if vectors is not None else None
+    if work is None:
+        return _go(known.job(tensors, arguments.stream_for(known, rng, here)), here, async_op)
+    return work if async_op or not work.wait() else None
 
 
 def reduce_scatter(

@@ -97,6 +97,8 @@ class Profile:
     ready_s: tuple[float, ...] = ()
     nbytes: tuple[int, ...] = ()
     faster: float = 1.0  #: its length beside that of the steps before
+    sent_s: float = 0.0  #: from when the last bucket was ready until all were reduced
+    host_s: float = 0.0  #: from the first to the last bucket, by the host's clock
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Cost:
     wall_s: float
     cpu_s: float  #: of this process, in all its threads
     sent_nbytes: int = 0
+    host_s: float = 0.0  #: on a GPU: until all of it was put on streams
 
     def load(self, crowd: float) -> float:
         """The share of a core that it takes."""
@@ -161,20 +164,29 @@ def predict(profile: Profile, fp32: Cost, other: Cost, crowd: float = 0.0) -> fl
 def predict_beside(profile: Profile, apart: Profile, fp32: Cost, other: Cost) -> float:
     """The same from a step in which computing and communication were apart.
 
-    What float32 hid behind computing, as a share of what it could, another codec hides too.
+    What float32 hid behind computing, as a share of what it could, another codec hides too. Where the host is
+    no faster than the GPU, the time that it takes to send buckets makes the backward pass longer.
 
-    >>> apart = Profile(1.2, (0.0, 0.2), (4_000_000, 4_000_000))           # 0.2 s of it before and after
+    >>> apart = Profile(1.2, (0.0, 0.2), (4_000_000, 4_000_000), sent_s=0.8)     # 0.2 s before and after
     >>> round(predict_beside(Profile(1.2), apart, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)     # nothing was hidden
     0.6
     >>> round(predict_beside(Profile(1.0), apart, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)     # all that could be
     0.5
     """
-    last = apart.ready_s[-1]
-    around = max(0.0, apart.step_s - last - fp32.wall_s)
-    serial, hidden = last + fp32.wall_s, communication_end(apart, fp32)
+    fp32 = replace(fp32, wall_s=apart.sent_s or fp32.wall_s)
+    around = max(0.0, apart.step_s - apart.ready_s[-1] - fp32.wall_s)
+    before, own = _stretched(apart, fp32), _stretched(apart, other)
+    serial, hidden = before.ready_s[-1] + fp32.wall_s, communication_end(before, fp32)
     share = (serial - (profile.step_s - around)) / (serial - hidden) if serial > hidden else 1.0
     share = min(1.0, max(0.0, share))
-    return around + share * communication_end(apart, other) + (1 - share) * (last + other.wall_s)
+    return around + share * communication_end(own, other) + (1 - share) * (own.ready_s[-1] + other.wall_s)
+
+
+def _stretched(profile: Profile, cost: Cost) -> Profile:
+    """With a backward pass in which the host also sends the buckets."""
+    last = profile.ready_s[-1]
+    slower = max(1.0, (profile.host_s + cost.host_s) / last) if last and profile.host_s else 1.0
+    return replace(profile, ready_s=tuple(each * slower for each in profile.ready_s))
 
 
 # The choice

@@ -80,6 +80,7 @@ def attach(
         model.register_comm_hook(slot, hook)
         _slots[model] = slot
     slot.wire = wire
+    wire.joins = True  # DDP uses gradients when all buckets are there
     if wire.rank == 0:
         wire.board = None if tensorboard is None else Board(tensorboard)
         log.info(said)

@@ -35,6 +35,7 @@ class Step:
         default_factory=list
     )  #: of buckets, as the backward pass made them
     done: list["float | Event"] = field(default_factory=list)  #: when buckets were reduced
+    host: list[float] = field(default_factory=list)  #: arrivals by the host's clock
 
     @property
     def is_past(self) -> bool:
@@ -47,6 +48,17 @@ class Step:
         if marks and not isinstance(marks[-1], float):
             marks[-1].synchronize()
         return [between(marks[0], mark) for mark in marks]
+
+    def sent_s(self) -> float:
+        """`waited_s`, which on a GPU is waited for."""
+        for mark in self.done:
+            if not isinstance(mark, float):
+                mark.synchronize()
+        return self.waited_s()
+
+    def host_s(self) -> float:
+        """From the first to the last bucket's arrival, by the host's clock."""
+        return self.host[-1] - self.host[0] if self.host else 0.0
 
     def waited_s(self) -> float:
         """From the last bucket's arrival until all were reduced."""
@@ -104,6 +116,7 @@ class Meter:
         now = self._now(device)
         if now is not None:
             self.step.arrivals.append(now)
+            self.step.host.append(time.perf_counter())
 
     def done(self, step: Step, device: torch.device = CPU) -> None:
         """A bucket is reduced; on a GPU, on the current stream."""
@@ -111,10 +124,14 @@ class Meter:
         if now is not None:
             step.done.append(now)
 
+    def looks_at(self, device: torch.device) -> bool:
+        """Whether this step is timed: on a CPU every step is."""
+        return device.type != "cuda" or self.clock.samples
+
     def _now(self, device: torch.device, wanted: bool = False) -> "float | Event | None":
         if device.type != "cuda":
             return time.perf_counter()
-        return event(device) if wanted or self.clock.samples else None
+        return event(device) if wanted or self.looks_at(device) else None
 
     def wait_s(self) -> float:
         """What training waited after its backward passes, as far as steps that were looked at tell."""

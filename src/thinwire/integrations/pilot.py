@@ -39,6 +39,7 @@ from thinwire.policy import Policy, Tensorlike
 
 log = logging.getLogger(__name__)
 
+WARM = 4  #: times that a recipe is run on a GPU before it is timed
 Gradients = list[tuple[Tensorlike, Tensor]]
 Bucket = tuple[Gradients, Tensor]  #: copies of gradients, and the buffer in which they lie
 
@@ -61,8 +62,11 @@ class Trainer(Protocol):
     def agree(self, numbers: Tensor) -> Tensor:
         """The mean over ranks."""
 
-    def prober(self, policy: Policy, buckets: Sequence[Bucket]) -> tuple[Callable[[], None], int]:
-        """A call that sends copies of buckets as a policy says, and waits; and the bytes that it sends."""
+    def prober(self, policy: Policy, buckets: Sequence[Bucket]) -> tuple[Callable[[], float], int]:
+        """A call that sends copies of buckets as a policy says, and waits; and the bytes that it sends.
+
+        The call says how long it took to start them all.
+        """
 
 
 @dataclass
@@ -77,6 +81,7 @@ class Pilot:
     _buckets: list[Bucket] = field(default_factory=list)
     _kept: int = 0  #: the step whose buckets are kept, to be sent again
     _ready: list[list[float]] = field(default_factory=list)
+    _around: list[tuple[float, float]] = field(default_factory=list)  #: `sent_s` and `host_s` of steps
     _nbytes: tuple[int, ...] = ()
     _sizes: list[int] = field(default_factory=list)
 
@@ -115,6 +120,8 @@ class Pilot:
         last = trainer.meter.last
         if last is not None and last.arrivals:
             self._ready.append(last.ready_s())
+            if isinstance(self._ask, Apart):
+                self._around.append((last.sent_s(), last.host_s()))
         self._nbytes, self._sizes = tuple(self._sizes), []
         if self._asks is None:
             self.choice.gpu = trainer.device.type == "cuda"
@@ -184,24 +191,31 @@ class Pilot:
         recent = steps_s[-ask.count + 1 :] if isinstance(ask, Apart) else recent
         buckets = len(self._nbytes)
         ready = [each for each in self._ready[-auto.LOOK - 1 :] if len(each) == buckets] or [[0.0] * buckets]
+        around = self._around[1:] or [(0.0, 0.0)]  # without the first step, which is half of another kind
         numbers = [statistics.median(recent), auto.faster(steps_s)]
+        numbers += [statistics.median(each) for each in zip(*around, strict=True)]
         numbers += [statistics.median(each) for each in zip(*ready, strict=True)]
-        step_s, faster, *ready_s = trainer.agree(torch.tensor(numbers, dtype=torch.float32)).tolist()
-        return Profile(step_s, tuple(ready_s), self._nbytes, faster)
+        agreed = trainer.agree(torch.tensor(numbers, dtype=torch.float32)).tolist()
+        step_s, faster, sent_s, host_s, *ready_s = agreed
+        return Profile(step_s, tuple(ready_s), self._nbytes, faster, sent_s, host_s)
 
     def _probe(self, trainer: Trainer, ask: Probe) -> Costs:
         crowd = _crowd(trainer) if trainer.device.type == "cpu" else 0.0
         numbers, sent = [], {}
         for name in ask.recipes:
             probe, sent[name] = trainer.prober(policies.get(name), self._buckets)
-            probe()  # compiles, compares calls, makes buffers
+            for _ in range(1 if name == "fp32" or trainer.device.type == "cpu" else WARM):
+                probe()  # compiles, compares calls, makes buffers, records
             trainer.agree(torch.zeros(1))  # all begin together
             began, began_cpu = time.perf_counter(), time.process_time()
-            probe()
-            numbers += [time.perf_counter() - began, time.process_time() - began_cpu]
+            host_s = probe()
+            numbers += [time.perf_counter() - began, time.process_time() - began_cpu, host_s]
         self._buckets.clear()
         agreed = iter(trainer.agree(torch.tensor(numbers, dtype=torch.float32)).tolist())
-        return Costs({name: Cost(next(agreed), next(agreed), sent[name]) for name in ask.recipes}, crowd)
+        costs = {
+            name: Cost(next(agreed), next(agreed), sent[name], host_s=next(agreed)) for name in ask.recipes
+        }
+        return Costs(costs, crowd)
 
 
 def _crowd(trainer: Trainer) -> float:

@@ -26,6 +26,7 @@ from thinwire.runtimes.arguments import codec_of, inside_of, laid_out
 from thinwire.runtimes.job import Call, Job, Ranks
 from thinwire.runtimes.lines import Line, line
 from thinwire.runtimes.trace import count, trace
+from thinwire.runtimes.work import Work
 from thinwire.schedules import Item, Schedule
 from thinwire.schedules.choose import choose
 from thinwire.schedules.traits import is_cast
@@ -90,6 +91,14 @@ class Part:
     copied: tuple[tuple[Place, bool], ...]  #: and whether a matrix is turned around
     dtype: torch.dtype  #: of the second vector
 
+    def start(self, line: Line, buffer: Tensor, rng: Stream | None) -> Work:
+        """Begin one step."""
+        if not self.copied:
+            work = line.replay(self.plan, (buffer,), buffer)
+            if work is not None:
+                return work
+        return line.submit(self.job(buffer, rng))
+
     def job(self, buffer: Tensor, rng: Stream | None) -> Job:
         """The job of one step."""
         flat = buffer.detach().view(-1)
@@ -121,6 +130,15 @@ class Plan:
     random: bool = False  #: whether a codec rounds at random
     due: int = 0  #: the step at which errors are measured again
     fresh: list[Tensor] = field(default_factory=list)  #: with double buffering: copies of the buffer
+    _given: "tuple[int, torch.futures.Future[Tensor]] | None" = None
+
+    def given(self, buffer: Tensor) -> "torch.futures.Future[Tensor]":
+        """A future of the buffer that is done and knows no streams; the same one in every step."""
+        if self._given is None or self._given[0] != buffer.data_ptr():
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            self._given = buffer.data_ptr(), done
+        return self._given[1]
 
     def gradients(self, buffer: Tensor) -> list[tuple[Sent, Tensor]]:
         """Every tensor of the bucket."""

@@ -24,27 +24,45 @@ def run(
     plan: Plan,
     buffer: Tensor,
     rng: Stream | None,
-    finish: Finish,
+    finish: Finish | None = None,
     group: dist.ProcessGroup | None = None,
     clock: Clock | None = None,
     more: "Sequence[Future[Any]]" = (),
+    under_way: list[StreamWork] | None = None,
 ) -> "Future[Tensor]":
     """Send a bucket. `finish` is called once the mean is there, on a GPU on the stream where it will be.
 
-    `more` are futures of other calls that `finish` needs.
+    `more` are futures of other calls that `finish` needs. Whoever passes `under_way` waits on a GPU for what
+    is put into it; the future then tells nothing.
     """
     if plan.plain:
-        return plain(buffer, group, finish, clock, more)
-    works = [plan.line.submit(part.job(buffer, rng)) for part in plan.parts]
+        return plain(buffer, group, finish or _nothing, clock, more)
+    works = [part.start(plan.line, buffer, rng) for part in plan.parts]
     if works and isinstance(works[0], StreamWork):
-        return _on_stream(cast(list[StreamWork], works), buffer, finish, more)
+        on_streams = cast(list[StreamWork], works)
+        if under_way is not None and finish is None and not more:
+            under_way += on_streams
+            return plan.given(buffer)
+        return _on_stream(on_streams, buffer, finish or _nothing, more)
     futures = [*(work.get_future() for work in works), *more]
 
     def ended() -> Tensor:
-        finish()
+        if finish is not None:
+            finish()
         return buffer
 
     return gathered(futures, ended, buffer.device)
+
+
+def join(under_way: list[StreamWork]) -> None:
+    """Let the current stream wait for all of them: for the last one of each stream."""
+    for work in {id(each.stream): each for each in under_way}.values():
+        work.wait()
+    under_way.clear()
+
+
+def _nothing() -> None:
+    """There is nothing to do in the end."""
 
 
 def _on_stream(
@@ -69,7 +87,7 @@ def _on_stream(
 def plain(
     buffer: Tensor,
     group: dist.ProcessGroup | None,
-    finish: Finish = lambda: None,
+    finish: Finish = _nothing,
     clock: Clock | None = None,
     more: "Sequence[Future[Any]]" = (),
 ) -> "Future[Tensor]":

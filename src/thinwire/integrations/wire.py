@@ -7,6 +7,7 @@ from the tensor alone.
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -32,6 +33,7 @@ from thinwire.integrations.summary import print_summary
 from thinwire.policy import NOOP, Policy, Rule, Tensorlike
 from thinwire.rounding import Stream
 from thinwire.runtimes.lines import line
+from thinwire.runtimes.work import StreamWork
 from thinwire.schedules.low_rank import LOW_RANK
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Wire:
     step: int = 0  #: of the optimizer, counted by the first bucket of each backward pass that communicates
     epoch: int = 0
     detached: bool = False
+    joins: bool = False  #: on a GPU, whether nobody uses a result before the last bucket's hook returns
     device: torch.device = torch.device("cpu")  #: of the gradients
     channels: dict[str, Channel] = field(default_factory=dict)  #: by codec
     meter: Meter = field(default_factory=Meter)
@@ -63,6 +66,7 @@ class Wire:
     _sampled: dict[str, tuple[str, int]] = field(default_factory=dict)  #: codec and step of an error, by name
     _stale: dict[str, "tuple[Future[Tensor], Tensor]"] = field(default_factory=dict)
     _waiting: list[tuple[Plan, Tensor, "Future[Tensor]"]] = field(default_factory=list)  #: to be sent later
+    _under_way: list[StreamWork] = field(default_factory=list)  #: that the last bucket's stream waits for
 
     def __post_init__(self) -> None:
         if self.shadow < 0:
@@ -131,7 +135,12 @@ class Wire:
         self.meter.fp32_nbytes += plan.fp32_nbytes
         if self.pilot is not None and self.pilot.defers and not self.double_buffer:
             return self._deferred(plan, buffer, last=bucket.is_last())
-        return self._exchanged(plan, buffer) if self.double_buffer else self._reduced(plan, buffer)
+        if self.double_buffer:
+            return self._exchanged(plan, buffer)
+        future = self._reduced(plan, buffer, self._under_way if self.joins else None)
+        if self._under_way and bucket.is_last():
+            run.join(self._under_way)
+        return future
 
     def _deferred(self, plan: Plan, buffer: Tensor, *, last: bool) -> "Future[Tensor]":
         """Send all buckets of a step with the last one."""
@@ -152,6 +161,7 @@ class Wire:
                 log.info("thinwire: step %d: the ladder goes to %s", self.step, level)
         if self.board is not None and self.step and self.step % BOARD_EVERY == 0:
             self.board.write(self.stats(), self.step)
+        self._under_way.clear()  # of a backward pass that was broken off
         self.meter.begin_step(self.device)
         self.step += 1
         if self.pilot is not None:
@@ -214,7 +224,9 @@ class Wire:
             if owed is not None:
                 gradient.add_(owed.to(gradient.device).view_as(gradient))
 
-    def _reduced(self, plan: Plan, buffer: Tensor) -> "Future[Tensor]":
+    def _reduced(
+        self, plan: Plan, buffer: Tensor, under_way: list[StreamWork] | None = None
+    ) -> "Future[Tensor]":
         """Everything sent, and what is to be done when it is back."""
         step, climber, truth, more = self.meter.step, self.climber, None, []
         assert step is not None
@@ -224,9 +236,11 @@ class Wire:
             assert work is not None
             more.append(work.get_future())
         looks = climber is not None and climber.wants(self.step)
-        finish = partial(self._finish, plan, buffer, step, truth, climber if looks else None)
+        finish = None
+        if truth is not None or looks or self.meter.looks_at(self.device):
+            finish = partial(self._finish, plan, buffer, step, truth, climber if looks else None)
         rng = Stream(self.seed, step=self.step, rank=self.rank) if plan.random else None
-        return run.run(plan, buffer, rng, finish, self.group, self.meter.clock, more)
+        return run.run(plan, buffer, rng, finish, self.group, self.meter.clock, more, under_way)
 
     def _finish(
         self, plan: Plan, buffer: Tensor, step: Step, truth: Tensor | None, climber: Climber | None
@@ -264,8 +278,11 @@ class Wire:
         self.meter.done(step, buffer.device)
         return ready(buffer)
 
-    def prober(self, policy: Policy, buckets: Sequence[Bucket]) -> tuple[Callable[[], None], int]:
-        """A call that sends copies of buckets as a policy says, and waits; and the bytes that it sends."""
+    def prober(self, policy: Policy, buckets: Sequence[Bucket]) -> tuple[Callable[[], float], int]:
+        """A call that sends copies of buckets as a policy says, and waits; and the bytes that it sends.
+
+        The call says how long it took to start them all.
+        """
         channels: dict[str, Channel] = {}
 
         def channel(codec: str) -> Channel:
@@ -278,14 +295,17 @@ class Wire:
             places = [place(gradient, buffer) for _, gradient in gradients]
             plans.append(make(sent, places, buffer, line(self.group, buffer.device), channel))
 
-        def probe() -> None:
+        def probe() -> float:
             pairs = zip(plans, buckets, strict=True)
             rng = Stream(self.seed, step=self.step, rank=self.rank)
-            futures = [run.run(plan, buffer, rng, lambda: None, self.group) for plan, (_, buffer) in pairs]
+            began = time.perf_counter()
+            futures = [run.run(plan, buffer, rng, None, self.group) for plan, (_, buffer) in pairs]
+            started_s = time.perf_counter() - began
             for future in futures:
                 future.wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            return started_s
 
         return probe, sum(plan.sent_nbytes for plan in plans)
 

@@ -228,8 +228,12 @@ def _put(c, i, x, numel):
 
 @triton.jit
 def _kahan_step(s, c, p, k, draw, sn, st, SUM: tl.constexpr, MODE: tl.constexpr):
-    """The new correction and the new sum. A loop, as compilers take long over each rounding written down."""
-    r, y, t = p, p, p
+    """The new correction and the new sum. A loop, as compilers take long over each rounding written down.
+
+    Triton visits a loop's body once to see which variables change, and those that then hold what they held before
+    are not carried. So none of the three may begin as another does that is later copied into it.
+    """
+    r, y, t = p, c, s
     for stage in range(1, 5):
         if stage == 1:
             r = _less(p, c)

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """The GPU programs of segments, in Triton: those of rows, which take their places from a table.
 
 `tiles` has a number for each program: its segment in the lower half, the tile of the segment in the upper.
@@ -13,6 +12,7 @@ In here `place` is (numel, start, left, scales_at, extra_at, tag_at, tag): of th
 tile and how many are left from there, and bytes of the wire; `wires` is (the first, bytes from one to the next, how
 many).
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Sums of wires on a GPU, in Triton: a reduction is bound by instructions, not by memory.
 
 An element of a wire takes a multiplication and an addition, which nothing can spare. What is left to choose is how a
@@ -13,6 +12,7 @@ code becomes a number. Whole tiles go one of these ways, see `way_of`:
 The end of a segment, other formats and Triton's interpreter go by codes, as in `block_programs`. All ways give the
 same numbers and round alike: the product once, the sum once.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

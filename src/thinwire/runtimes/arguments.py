@@ -55,10 +55,17 @@ class Reduction:
     direct: bool  #: whether codecs read the tensors' own dtype
     joined: bool  #: whether tensors are copied into one vector, so that one kernel serves them all
 
+    def in_place(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """The vectors of a call that reads and writes the tensors where they are; None if it cannot."""
+        if len(tensors) == 1 and self.direct and not self.turned[0] and tensors[0].is_contiguous():
+            return [tensors[0].detach().view(-1)]
+        return None
+
     def job(self, tensors: Sequence[Tensor], rng: Stream | None) -> Job:
         """The job of one call."""
-        if len(tensors) == 1 and self.direct and not self.turned[0] and tensors[0].is_contiguous():
-            job = self.plan.job([tensors[0].detach().view(-1)], rng)
+        vectors = self.in_place(tensors)
+        if vectors is not None:
+            job = self.plan.job(vectors, rng)
             job.result = tensors
             return job
         homes = [x.detach().t() if turn else x.detach() for x, turn in zip(tensors, self.turned, strict=True)]
@@ -107,20 +114,36 @@ def all_reduce_job(
     rng: Stream | None = None,
 ) -> Job:
     """The job of an all-reduce on one rank, from what a caller passes."""
+    found = reduction_of(tensors, codec, op, schedule, here, name)
+    return found.job(tensors, stream_for(found, rng, here))
+
+
+def stream_for(found: Reduction, rng: Stream | None, here: Place) -> Stream | None:
+    """Random numbers of an all-reduce, where it needs any."""
+    return stream_of(rng, here) if found.plan.call.random or rng is not None else None
+
+
+def reduction_of(
+    tensors: Sequence[Tensor],
+    codec: AnyCodec,
+    op: object,
+    schedule: str | Schedule,
+    here: Place,
+    name: str | Sequence[str] = "tensor",
+) -> Reduction:
+    """An all-reduce from what a caller passes: worked out, or known from an earlier call."""
     device = check(tensors)
 
     def make() -> Reduction:
         return reduction(tensors, codec, op, schedule, here, name)
 
     if here.plans is None or not isinstance(schedule, str):
-        found = make()
-    else:
-        who = id(codec) if isinstance(codec, Channel) else codec
-        names = name if isinstance(name, str) else tuple(name)
-        shapes = tuple(x.shape for x in tensors)
-        key = who, shapes, tensors[0].dtype, device, is_mean(op), schedule, names
-        found = here.plans.find(key, codec, make)
-    return found.job(tensors, stream_of(rng, here) if found.plan.call.random or rng is not None else None)
+        return make()
+    who = id(codec) if isinstance(codec, Channel) else codec
+    names = name if isinstance(name, str) else tuple(name)
+    shapes = tuple(x.shape for x in tensors)
+    key = who, shapes, tensors[0].dtype, device, is_mean(op), schedule, names
+    return here.plans.find(key, codec, make)
 
 
 def reduction(

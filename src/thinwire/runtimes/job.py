@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class Job:
     ready: torch.cuda.Event | None = None  #: when the tensors may be read
     after: Callable[[], None] | None = None  #: at the very end: copies to where results belong
     clock: Clock | None = None  #: that counts the time it takes
+    plan: "Plan | None" = None  #: that it is a step of
+    vectors: Sequence[Tensor] = ()  #: of that step
 
 
 def spans(
@@ -90,6 +92,7 @@ def spans(
     """What travels together: a part of a large tensor, or several small ones.
 
     Where a tensor is cut does not depend on `together`; if that is more than a piece, as many of them travel.
+    But what the network adds, element by element, is not cut up to that size.
 
     >>> from thinwire import codecs, schedules
     >>> int8 = codecs.get("int8/256")
@@ -102,7 +105,8 @@ def spans(
     small: list[Span] = []
     size = 0
     for i, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
-        step = numel if schedule.whole or not codec.grain else _multiple(max(piece, numel >> 3), codec.grain)
+        whole = schedule.whole or not codec.grain or (schedule.adds and numel <= together)
+        step = numel if whole else _multiple(max(piece, numel >> 3), codec.grain)
         if numel > step and step > together:
             yield from ([Span(i, at, min(at + step, numel))] for at in range(0, numel, step))
             continue
@@ -149,6 +153,8 @@ class Plan:
     ) -> None:
         self.items, self.schedule, self.call = tuple(items), schedule, call
         self._here, self._how = here, {"weight": weight, "together": together}
+        self.place: int | None = None  #: which of a runtime's streams it uses
+        self.recordings: dict[tuple[int, ...], Any] = {}  #: kept by a runtime, by where the vectors are
         self.agreement = Agreement(self.items if here.world > 1 else (), here.rank, here.world)
         numels = [item.numel if here.world > 1 else 0 for item in items]
         groups = spans(numels, [item.codec for item in items], schedule, together=together)
@@ -180,7 +186,9 @@ class Plan:
                 yield partial(_piece, batch, vectors, rng, agreed, self.schedule, clock)
 
         agreement = agree() if self.agreement else None
-        return Job(self.call, starts, agreement, vectors[0].device, self.schedule.adds, clock=clock)
+        job = Job(self.call, starts, agreement, vectors[0].device, self.schedule.adds, clock=clock)
+        job.plan, job.vectors = self, vectors
+        return job
 
 
 def _part(item: Item, span: Span) -> Item:

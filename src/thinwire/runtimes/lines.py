@@ -1,13 +1,15 @@
 """The line that runs the jobs of a group: of torch.distributed's, or of an MPI communicator."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.runtimes import process_group
 from thinwire.runtimes.arguments import Place
-from thinwire.runtimes.job import Job
+from thinwire.runtimes.job import Job, Plan
 from thinwire.runtimes.work import Letter, Work
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ class Line(Place, Protocol):
     @property
     def ranks(self) -> list[int]:
         """Global ranks, in the group's order."""
+
+    def replay(self, plan: Plan, vectors: Sequence[Tensor], result: object) -> Work | None:
+        """Begin a call of a plan in a way that was kept from earlier ones; None: there is no such way."""
 
     def run(self, job: Job) -> None: ...
     def submit(self, job: Job) -> Work: ...

@@ -31,7 +31,7 @@ from torch import Tensor
 from thinwire.errors import CommError, Disagreement, InputError, MissingDependencyError, ScheduleError
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import SUM, AnyCodec, Plans, all_reduce_job, check, listed
-from thinwire.runtimes.job import Call, Job, Pending, drive
+from thinwire.runtimes.job import Call, Job, Pending, Plan, drive
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, SendRecv
 from thinwire.schedules.exchange import arriving, fill, starts
@@ -173,6 +173,10 @@ class Line:
     def ranks(self) -> list[int]:
         """Ranks of the communicator, which are global to it."""
         return list(range(self.world))
+
+    def replay(self, plan: Plan, vectors: Sequence[Tensor], result: object) -> None:
+        """Nothing is kept from earlier calls."""
+        del plan, vectors, result
 
     def submit(self, job: Job) -> Work:
         """Not over MPI, whose progress a second thread cannot be trusted with."""

@@ -4,7 +4,10 @@ NCCL knows no tags: exchanges are matched by their order. Parts of a buffer that
 gathered as they are, padding included; others are padded first.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,17 @@ class Nccl:
     group: dist.ProcessGroup
     levels: dict[range, dist.ProcessGroup] = field(default_factory=dict)
 
+    def prepare(self, request: Request) -> Callable[[], Any]:
+        """An exchange of these very tensors, to be launched over and over; it gives something to wait for."""
+        group = self.group if request.peers is None else self._level(request.peers)
+        if isinstance(request, AllReduce):
+            return functools.partial(group.allreduce, [request.values])
+        if isinstance(request, AllGather) and (own := self._own(request, group)) is not None:
+            return functools.partial(group._allgather_base, request.wires, own)
+        if isinstance(request, AllToAll) and request.stride:
+            return functools.partial(group.alltoall_base, request.out.view(-1), request.wire, [], [])
+        return functools.partial(self.post, request)
+
     def post(self, request: Request) -> Works:
         """Launch an exchange on the group's own stream, behind what is on the current one."""
         group = self.group if request.peers is None else self._level(request.peers)
@@ -52,16 +66,24 @@ class Nccl:
         largest, world, rank = max(request.sizes), group.size(), group.rank()
         if not largest:
             return Works([])
-        stride = request.stride or (largest if min(request.sizes) == largest else 0)
-        if stride and request.wires.numel() == world * stride:
-            own = request.wires[rank * stride : (rank + 1) * stride]
-            return Works([group._allgather_base(request.wires, own)])
+        placed = self._own(request, group)
+        if placed is not None:
+            return Works([group._allgather_base(request.wires, placed)])
         there = parts(request.wires, request.sizes, request.stride)
         own = torch.nn.functional.pad(there[rank], (0, largest - there[rank].numel()))
         came = request.wires.new_empty(largest * world)
         rows = zip(came.view(world, largest), there, strict=True)
         work = group._allgather_base(came, own)
         return Works([work], [(row[: part.numel()], part) for row, part in rows])
+
+    @staticmethod
+    def _own(request: AllGather, group: dist.ProcessGroup) -> Tensor | None:
+        """This rank's part, if all parts begin at equal distances: then NCCL gathers in place."""
+        largest = max(request.sizes)
+        stride = request.stride or (largest if min(request.sizes) == largest else 0)
+        if not largest or not stride or request.wires.numel() != group.size() * stride:
+            return None
+        return request.wires[group.rank() * stride : (group.rank() + 1) * stride]
 
     def _exchange(self, request: AllToAll, group: dist.ProcessGroup) -> Works:
         out = request.out.view(-1)

@@ -10,28 +10,38 @@ calls, as those of torch do: calls of all ranks must come in the same order.
     stream 1                             |  encode 1 ..... add up 1 ..... decode 1 |
     NCCL's stream                        |     exchange 0 | exchange 1 | 0 | 1     |
 
+A call that is made over and over is recorded and replayed (see `recording`), except in steps whose stages are
+timed.
+
 A new call is compared between ranks through the group's store, before anything is put on a stream. What
 becomes of calls under way is watched by a thread (see `watch`).
 """
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from thinwire.channel import opened
 from thinwire.clock import COMPUTE, WIRE, Clock, Mark, is_recording
 from thinwire.errors import CommError
+from thinwire.runtimes import streams
 from thinwire.runtimes.group_line import GroupLine, checks_every_call, timeout_of
-from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, Start, drive, run_alone
+from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Plan, Post, Start, drive, run_alone
 from thinwire.runtimes.nccl import Nccl
+from thinwire.runtimes.recording import AFTER, MOST, Recorder, Recording
 from thinwire.runtimes.talk import Talk
 from thinwire.runtimes.watch import GRACE_S, Watch
 from thinwire.runtimes.work import Letter, StreamWork, Work
 from thinwire.schedules import Buffers, Request
 from thinwire.schedules.exchange import fill
 
+log = logging.getLogger(__name__)
 WINDOW = 2  #: pieces in flight, each with buffers of its own
 TOGETHER = 1 << 24  #: elements that travel together
 RANDOM = (
@@ -55,6 +65,8 @@ class StreamLine(GroupLine):
         self._watch = Watch(self._talk, self._alarm, group.abort)
         self._pool = [Buffers(torch.cuda.Stream(self.device, priority=-1)) for _ in range(WINDOW)]
         self._apart: list[Buffers] = []
+        self._turn = 0  #: which stream the next new call begins with
+        self._recorder: Recorder | None = None  #: while a call is recorded
         self._ready = torch.cuda.Event()
         self._met: dict[int, Call] = {}  #: calls of plans that are kept, by address
         group._get_backend(self.device)._set_default_timeout(timeout + timedelta(seconds=GRACE_S))
@@ -91,6 +103,21 @@ class StreamLine(GroupLine):
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self._pool, *self._apart))
 
+    def replay(self, plan: Plan, vectors: Sequence[Tensor], result: object) -> StreamWork | None:
+        """A call of a plan that is recorded, with nothing else to do; None if it must be made as a job."""
+        clock = plan.items[0].channel.clock
+        if (clock is not None and clock.samples) or is_recording(self.device) or checks_every_call():
+            return None
+        known = plan.recordings.get(_where(vectors))
+        if not isinstance(known, Recording) or not known.holds:
+            return None
+        self._check()
+        self.number += 1
+        work = self._launched(known.play, plan.call, result)
+        if work.entry is not None:
+            work.entry.held = vectors
+        return work
+
     def _enqueue(self, job: Job, *, joins: bool = True) -> StreamWork:
         """All of a job onto the line's streams, behind what is on the current one."""
         self._check()
@@ -101,63 +128,139 @@ class StreamLine(GroupLine):
         elif self._met.get(id(job.call)) is not job.call or checks_every_call():
             self._greet(job.call, self.number)
             self._met[id(job.call)] = job.call
-        current = torch.cuda.current_stream(self.device)
-        self._ready.record(current)
-        try:
-            last = self._put(job)
-            done = last.record_event()
-        except BaseException as error:
-            self.broken = f"{job.call} failed on rank {self.rank}: {error}"
-            raise
-        finally:
-            torch.cuda.set_stream(current)
-        work = StreamWork(job.result, last, done)
+        work = self._launched(
+            functools.partial(self._put_all, job, recording), job.call, job.result, recording
+        )
         if joins or recording:
             work.wait()
-        if not recording and self.world > 1:
-            work.entry = self._watch.add(self.number, job.call, done, None if joins else job)
+        elif work.entry is not None:
+            work.entry.held = job
         return work
 
-    def _put(self, job: Job) -> torch.cuda.Stream:
-        """The pieces of a job; the stream on which all of it ends."""
-        post = functools.partial(_post, self.transport, job.clock, job.device)
-        pieces = list(job.starts())
-        first = self._begin()
-        if job.agreement is not None:
-            run_alone(job.agreement, post, AGREEMENT)
-            self._ready.record(first)  # all pieces need it
-        if len(pieces) == 1:
-            self._pool.append(buffers := self._pool.pop(0))
-            run_alone(pieces[0](buffers), post, 0)
-        elif pieces:
-            first = self._take_turns(pieces, post)
+    def _launched(
+        self, put: Callable[[], torch.cuda.Stream], call: Call, result: object, recording: bool = False
+    ) -> StreamWork:
+        """Put something on streams, behind what is on the current one, and have it watched."""
+        current = streams.current(self.device)
+        self._ready.record(current)
+        try:
+            last = put()
+            done = last.record_event()
+        except BaseException as error:
+            self.broken = f"{call} failed on rank {self.rank}: {error}"
+            raise
+        finally:
+            streams.enter(current)
+        work = StreamWork(result, last, done)
+        if not recording and self.world > 1:
+            work.entry = self._watch.add(self.number, call, done)
+        return work
+
+    def _put_all(self, job: Job, recording: bool) -> torch.cuda.Stream:
+        recorded = None if recording else self._recorded(job)
+        last = self._put(job) if recorded is None else recorded.play()
         if job.after is not None:
             job.after()
+        return last
+
+    def _put(self, job: Job, post: Post | None = None) -> torch.cuda.Stream:
+        """The pieces of a job; the stream on which all of it ends."""
+        post = post or functools.partial(_post, self.transport, job.clock, job.device)
+        pool = self._streams(job.plan)
+        pieces = list(job.starts())
+        first = self._begin(pool[0])
+        if job.agreement is not None:
+            run_alone(job.agreement, post, AGREEMENT)
+            self._do(functools.partial(self._ready.record, first))  # all pieces need it
+        if len(pieces) == 1:
+            run_alone(pieces[0](pool[0]), post, 0)
+        elif pieces:
+            first = self._take_turns(pieces, post, pool)
         return first
 
-    def _take_turns(self, pieces: list[Start], post: Post) -> torch.cuda.Stream:
+    def _take_turns(self, pieces: list[Start], post: Post, pool: list[Buffers]) -> torch.cuda.Stream:
         """Several pieces in flight; the stream on which the last of them ends waits for the others."""
-        flights = Flights(self._pool, WINDOW, on_stream)
+        flights = Flights(pool, WINDOW, self._enter)
         for piece, start in enumerate(pieces):
             while flights.full:
                 flights.resume()
-            self._begin()
+            self._begin(pool[0])
             flights.launch(start, post, piece)
         while flights:
             flights.resume()
-        last = self._begin()
-        for buffers in self._pool[1:]:
+        last = self._begin(pool[0])
+        for buffers in pool[1:]:
             assert buffers.stream is not None
-            last.wait_stream(buffers.stream)
+            self._do(functools.partial(last.wait_stream, buffers.stream))
         return last
 
-    def _begin(self) -> torch.cuda.Stream:
-        """Go on with the stream whose turn it is, once the tensors are ready."""
-        stream = self._pool[0].stream
+    def _streams(self, plan: Plan | None) -> list[Buffers]:
+        """All streams, first the one that a call begins with: new calls take turns, known ones keep it."""
+        first = self._turn if plan is None or plan.place is None else plan.place
+        if plan is not None and plan.place is None:
+            plan.place = first
+        self._turn = (first + 1) % WINDOW
+        return self._pool[first:] + self._pool[:first]
+
+    def _begin(self, buffers: Buffers) -> torch.cuda.Stream:
+        """Go on with a stream, once the tensors are ready."""
+        stream = buffers.stream
         assert stream is not None
-        stream.wait_event(self._ready)
-        torch.cuda.set_stream(stream)
+        self._do(functools.partial(stream.wait_event, self._ready))
+        self._enter(buffers)
         return stream
+
+    def _enter(self, buffers: Buffers) -> None:
+        """Go on where these buffers are used."""
+        if buffers.stream is not None:
+            self._do(functools.partial(streams.enter, buffers.stream))
+
+    def _do(self, op: Callable[[], object]) -> None:
+        if self._recorder is None:
+            op()
+        else:
+            self._recorder.do(op)
+
+    # Recordings
+
+    def _recorded(self, job: Job) -> Recording | None:
+        """The recording of a call, made now if it was made often enough; None: it is to be run."""
+        plan = job.plan
+        if plan is None or not plan.schedule.steady or job.call.random or self.world == 1:
+            return None
+        if (job.clock is not None and job.clock.samples) or checks_every_call():
+            return None
+        where = _where(job.vectors)
+        known = plan.recordings.get(where, 0)
+        if isinstance(known, Recording) and known.holds:
+            return known
+        if known is None:
+            return None
+        if isinstance(known, int) and known < AFTER:
+            while len(plan.recordings) >= MOST and where not in plan.recordings:
+                plan.recordings.pop(next(iter(plan.recordings)))
+            plan.recordings[where] = known + 1
+            return None
+        made = plan.recordings[where] = self._record(plan, job)
+        return made
+
+    def _record(self, plan: Plan, job: Job) -> Recording | None:
+        """Run a call's generators without sending; None if something in them cannot be recorded."""
+        self._recorder = recorder = Recorder(self.transport.prepare)
+        dry = plan.job(job.vectors)
+        starts = [_staged(recorder, start) for start in dry.starts()]
+        agreement = recorder.stages(dry.agreement) if dry.agreement is not None else None
+        try:
+            with opened() as holdings:
+                last = self._put(
+                    replace(dry, starts=lambda: iter(starts), agreement=agreement), recorder.post
+                )
+                return recorder.finish(last, self._pool, holdings)
+        except Exception as error:  # noqa: BLE001
+            log.info("thinwire: %s is launched kernel by kernel: it cannot be recorded (%s)", job.call, error)
+            return None
+        finally:
+            self._recorder = None
 
     def _check_recorded(self, job: Job) -> None:
         if job.call.random:
@@ -177,10 +280,13 @@ class StreamLine(GroupLine):
         self.broken = said
 
 
-def on_stream(buffers: Buffers) -> None:
-    """Go on where these buffers are used."""
-    if buffers.stream is not None:
-        torch.cuda.set_stream(buffers.stream)
+def _where(vectors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([vector.data_ptr() for vector in vectors])
+
+
+def _staged(recorder: Recorder, start: Start) -> Start:
+    """A piece whose stages are recorded."""
+    return lambda buffers: recorder.stages(start(buffers))
 
 
 def _post(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from thinwire.errors import CommError
+from thinwire.runtimes import streams
 from thinwire.runtimes.job import Flights, Job
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class StreamWork(Work):
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Until the current stream may use the result; the host goes on, so there is no time to be up."""
         del timeout
-        torch.cuda.current_stream(self.stream.device).wait_event(self._event)
+        streams.current(self.stream.device).wait_event(self._event)
         if self.entry is not None:
             self.entry.held = None
         return True

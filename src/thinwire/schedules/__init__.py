@@ -70,6 +70,7 @@ class Schedule:
     adds: bool = False  #: whether the network adds, so that results depend on its order
     whole: bool = False  #: whether it needs the tensor in one piece
     batched: bool = False  #: whether codecs see a batch's own vectors, which need not be float32 then
+    steady: bool = False  #: whether a step launches the same kernels on the same memory as the one before
     combine: Combine | None = None  #: what every rank does with all wires, if gathering them is all there is
     #: The result from all ranks' vectors [world, numel] and any rank's seat, for wires that follow from them.
     of_rows: Callable[[Tensor, Seat], Tensor] | None = None
@@ -121,7 +122,8 @@ def _levels(option: str, refuses: Callable[[Codec], str], name: str) -> Schedule
 
 def _make_low_rank(option: str) -> Schedule:
     rank = _number(option or "1", "low_rank")
-    return Schedule(f"low_rank/{rank}", partial(low_rank, rank=rank), _summed, adds=True, whole=True)
+    steps = partial(low_rank, rank=rank)
+    return Schedule(f"low_rank/{rank}", steps, _summed, adds=True, whole=True, steady=True)
 
 
 def _make_accumulate(option: str) -> Schedule:
@@ -159,13 +161,15 @@ def _plain(schedule: Schedule) -> Callable[[str], Schedule]:
 
 
 _MAKERS: dict[str, Callable[[str], Schedule]] = {
-    "native": _plain(Schedule("native", apart(native), _summed, adds=True)),
-    "one_shot": _plain(Schedule("one_shot", one_shot, _any, combine=add_up, batched=True)),
-    "two_shot": _plain(Schedule("two_shot", two_shot, _in_parts, of_rows=two_shot_of_rows, batched=True)),
+    "native": _plain(Schedule("native", apart(native), _summed, adds=True, steady=True)),
+    "one_shot": _plain(Schedule("one_shot", one_shot, _any, combine=add_up, batched=True, steady=True)),
+    "two_shot": _plain(
+        Schedule("two_shot", two_shot, _in_parts, of_rows=two_shot_of_rows, batched=True, steady=True)
+    ),
     "ring": _plain(Schedule("ring", apart(ring), _in_parts)),
     "tree": _plain(Schedule("tree", apart(tree), _any)),
     "hierarchical": partial(_levels, refuses=_in_parts, name="hierarchical"),
-    "sparse": _plain(Schedule("sparse", one_shot, _sparse, combine=add_up, batched=True)),
+    "sparse": _plain(Schedule("sparse", one_shot, _sparse, combine=add_up, batched=True, steady=True)),
     "sparse_levels": partial(_levels, refuses=_sparse_in_parts, name="sparse_levels"),
     "low_rank": _make_low_rank,
     "accumulate": _make_accumulate,

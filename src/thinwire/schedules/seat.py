@@ -99,15 +99,20 @@ class Cut:
 class Buffers:
     """Memory by name, kept from one run to the next; on a GPU, used by one stream."""
 
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None, whole: "Buffers | None" = None) -> None:
         self.stream = stream
-        self.version = 0  #: changes whenever memory is somewhere else than before
+        self.version = 0  #: changes whenever memory, that of parts too, is somewhere else than before
+        self._whole = whole
         self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._parts: dict[int, Buffers] = {}
 
     def part(self, number: int) -> "Buffers":
         """Other memory, for the next tensor of a bucket."""
-        return self if not number else self._parts.setdefault(number, Buffers())
+        if not number:
+            return self
+        if number not in self._parts:
+            self._parts[number] = Buffers(whole=self)
+        return self._parts[number]
 
     def take(
         self, name: str, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -122,6 +127,8 @@ class Buffers:
             held = torch.empty(numel, dtype=dtype, device=device)
             self._held[name, dtype, device] = held
             self.version += 1
+            if self._whole is not None:
+                self._whole.version += 1
         return held[:numel].view(shape)
 
     @property
