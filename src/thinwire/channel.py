@@ -213,9 +213,13 @@ class Channel:
 OPENED: "list[Holding] | None" = None
 
 
+class MovedError(Exception):
+    """What is recorded would not be what is done in every step."""
+
+
 @contextlib.contextmanager
 def opened() -> "Iterator[list[Holding]]":
-    """The holdings that are opened meanwhile."""
+    """The holdings that are opened meanwhile; one that has to gather its residuals first is `MovedError`."""
     global OPENED
     OPENED = []
     try:
@@ -246,6 +250,8 @@ class Holding:
     def open(self, channel: Channel, device: torch.device, scratch: Tensor | None = None) -> Tensor:
         """Float32 residuals of all slots; changes are kept by `close`. `scratch` is room for decoded ones."""
         if self.flat is None or self.flat.device != device:
+            if OPENED is not None:
+                raise MovedError("residuals are somewhere else than in the call before")
             self._gather(channel, device)
         assert self.flat is not None
         if OPENED is not None:

@@ -38,10 +38,10 @@ SPECS = (
 )  # fmt: skip
 SHAPES = [(1000,), (40, 130), (7,), (33, 700)]
 REPEATED = (
-    ("one_shot", "int8/256"), ("one_shot", "onebit/512+ef"), ("two_shot", "int8/256"),
-    ("two_shot", "int4/128+ef"), ("two_shot", "int4/128+ef:bf16"), ("two_shot", "fp32"), ("two_shot", "aps/e5m2"), ("two_shot", "mxfp4"),
-    ("native", "bf16"), ("low_rank/2", "fp32+ef"), ("sparse", "topk/0.01+ef"), ("sparse", "mstopk/0.01+ef"),
-    ("one_shot", "dct/64:8+ef"),
+    ("one_shot", "int8/256"), ("one_shot", "onebit/512+ef"), ("one_shot", "dct/64:8+ef"),
+    ("two_shot", "int8/256"), ("two_shot", "int4/128+ef"), ("two_shot", "int4/128+ef:bf16"),
+    ("two_shot", "fp32"), ("two_shot", "aps/e5m2"), ("two_shot", "mxfp4"), ("native", "bf16"),
+    ("low_rank/2", "fp32+ef"), ("sparse", "topk/0.01+ef"), ("sparse", "mstopk/0.01+ef"),
 )  # fmt: skip
 LARGE = ("int8/256", "qsgd4/512", "onebit/512+ef")  # also in several pieces
 PIECES = (1_300_000,)

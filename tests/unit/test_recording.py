@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinwire.channel import Channel, Holding, opened
+from thinwire.channel import Channel, Holding, MovedError, opened
 from thinwire.runtimes.recording import Recorder
 from thinwire.schedules import AllGather, AllReduce, Buffers
 
@@ -63,10 +63,10 @@ def graphs(monkeypatch):
 
 
 def recorded(steps, pool=(), holdings=()):
-    recorder = Recorder(lambda request: lambda: Work(type(request).__name__))
+    recorder = Recorder(lambda request: lambda: Work(type(request).__name__), pool)
     for request in recorder.stages(steps):
         recorder.post(request, 0, 0).wait()
-    return recorder.finish(None, pool, holdings)
+    return recorder.finish(None, holdings)
 
 
 def test_nothing_runs_while_a_call_is_recorded_and_all_of_it_when_it_is_replayed():
@@ -103,8 +103,25 @@ def test_memory_that_moves_makes_it_void():
     assert not made.holds
 
 
+def test_buffers_that_grow_while_it_is_recorded_make_it_void():
+    buffers = Buffers()
+
+    def growing():
+        launch("encode")
+        yield AllReduce(torch.zeros(1))
+        buffers.take("wires", 5, torch.uint8, torch.device("cpu"))
+
+    with pytest.raises(MovedError):
+        recorded(growing(), [buffers])
+    recorded(growing(), [buffers])
+
+
 def test_residuals_that_move_make_it_void():
+    """And they are not gathered into a recording, which would gather them again at every replay."""
     channel, holding = Channel("int8/256+ef"), Holding((("a/sent", (10,)), ("b/sent", (3,))))
+    with pytest.raises(MovedError), opened():
+        holding.open(channel, torch.device("cpu"))
+    holding.open(channel, torch.device("cpu"))
     with opened() as holdings:
         holding.open(channel, torch.device("cpu"))
     assert holdings == [holding]

@@ -113,7 +113,9 @@ def prepare(method: str, network: Network, device: torch.device) -> Trainee:
         net, init_sync=False, bucket_cap_mb=ONE_BUCKET_MB if one else None, gradient_as_bucket_view=True
     )
     if network.adam:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, fused=device.type == "cuda"
+        )
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     made = Trainee(method, model, optimizer)

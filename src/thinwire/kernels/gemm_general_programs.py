@@ -230,8 +230,8 @@ def _put(c, i, x, numel):
 def _kahan_step(s, c, p, k, draw, sn, st, SUM: tl.constexpr, MODE: tl.constexpr):
     """The new correction and the new sum. A loop, as compilers take long over each rounding written down.
 
-    Triton visits a loop's body once to see which variables change, and those that then hold what they held before
-    are not carried. So none of the three may begin as another does that is later copied into it.
+    Triton visits a loop's body once to see which variables change, and does not carry one that then holds what
+    it held before. So `y` and `t`, which are set to `r`, must not begin as `r` does.
     """
     r, y, t = p, c, s
     for stage in range(1, 5):

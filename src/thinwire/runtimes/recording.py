@@ -12,15 +12,16 @@ A graph has addresses in it: a recording is dropped when a residual, a buffer or
 else. What rounds at random is not recorded, as a graph would repeat its random numbers.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.channel import Holding
+from thinwire.channel import Holding, MovedError
 from thinwire.runtimes.job import Pending
 from thinwire.schedules import Buffers, Exchanges, Request
 from thinwire.schedules.exchange import fill
@@ -57,9 +58,12 @@ class Recording:
 class Recorder:
     """Runs generators without sending: stages become graphs, exchanges are noted."""
 
-    def __init__(self, prepare: Callable[[Request], Callable[[], Pending]]) -> None:
+    def __init__(
+        self, prepare: Callable[[Request], Callable[[], Pending]], pool: Sequence[Buffers] = ()
+    ) -> None:
         self.ops: list[Op] = []
         self._prepare = prepare
+        self._versions = tuple((each, each.version) for each in pool)
         self._memory = torch.cuda.graph_pool_handle()  # of this recording alone: others may run beside it
 
     def do(self, op: Op) -> None:
@@ -92,14 +96,25 @@ class Recorder:
                 return
             yield request
 
-    def finish(
-        self, last: torch.cuda.Stream, pool: Sequence[Buffers], opened: Sequence[Holding]
-    ) -> Recording:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While generators run: libraries of matrices keep their workspace in this recording's own memory.
+
+        A workspace that others may free must not be written to by a replay.
+        """
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def finish(self, last: torch.cuda.Stream, opened: Sequence[Holding]) -> Recording:
         """The recording, with all that it depends on."""
         residuals = {id(each): (each, each.flat) for each in opened}
-        return Recording(
-            tuple(self.ops), last, tuple((each, each.version) for each in pool), tuple(residuals.values())
-        )
+        made = Recording(tuple(self.ops), last, self._versions, tuple(residuals.values()))
+        if not made.holds:
+            raise MovedError("buffers are somewhere else than in the call before")
+        return made
 
 
 class _Noted:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.channel import opened
+from thinwire.channel import MovedError, opened
 from thinwire.clock import COMPUTE, WIRE, Clock, Mark, is_recording
 from thinwire.errors import CommError
 from thinwire.runtimes import streams
@@ -146,7 +146,11 @@ class StreamLine(GroupLine):
         try:
             last = put()
             done = last.record_event()
+        except dist.DistError as error:
+            raise CommError(self._fallen(call, error)) from error
         except BaseException as error:
+            if str(error).startswith("NCCL"):  # an error that torch has no class for
+                raise CommError(self._fallen(call, error)) from error
             self.broken = f"{call} failed on rank {self.rank}: {error}"
             raise
         finally:
@@ -236,26 +240,30 @@ class StreamLine(GroupLine):
             return known
         if known is None:
             return None
-        if isinstance(known, int) and known < AFTER:
+        if isinstance(known, Recording) or known < AFTER:  # what moved is looked up by running it once more
             while len(plan.recordings) >= MOST and where not in plan.recordings:
                 plan.recordings.pop(next(iter(plan.recordings)))
-            plan.recordings[where] = known + 1
+            plan.recordings[where] = AFTER if isinstance(known, Recording) else known + 1
             return None
-        made = plan.recordings[where] = self._record(plan, job)
+        made: Recording | None = None
+        try:
+            made = plan.recordings[where] = self._record(plan, job)
+        except MovedError:
+            plan.recordings[where] = AFTER
         return made
 
     def _record(self, plan: Plan, job: Job) -> Recording | None:
         """Run a call's generators without sending; None if something in them cannot be recorded."""
-        self._recorder = recorder = Recorder(self.transport.prepare)
+        self._recorder = recorder = Recorder(self.transport.prepare, self._pool)
         dry = plan.job(job.vectors)
         starts = [_staged(recorder, start) for start in dry.starts()]
         agreement = recorder.stages(dry.agreement) if dry.agreement is not None else None
         try:
-            with opened() as holdings:
-                last = self._put(
-                    replace(dry, starts=lambda: iter(starts), agreement=agreement), recorder.post
-                )
-                return recorder.finish(last, self._pool, holdings)
+            with recorder.alone(), opened() as holdings:
+                staged = replace(dry, starts=lambda: iter(starts), agreement=agreement)
+                return recorder.finish(self._put(staged, recorder.post), holdings)
+        except MovedError:
+            raise
         except Exception as error:  # noqa: BLE001
             log.info("thinwire: %s is launched kernel by kernel: it cannot be recorded (%s)", job.call, error)
             return None
@@ -274,6 +282,12 @@ class StreamLine(GroupLine):
 
     def _everyone(self, said: bytes, number: int, what: int) -> list[bytes]:
         return self._talk.everyone(said, number, what, lambda: self.broken)
+
+    def _fallen(self, call: Call, error: BaseException) -> str:
+        """What to say of a call that NCCL refused: mostly another rank is gone."""
+        first = str(error).partition("\n")[0]
+        reason = next((line for line in str(error).splitlines() if "remote" in line), first)
+        return self.broken or self._watch.fail(f"call {self.number}, {call}", f"NCCL says: {reason.strip()}")
 
     def _alarm(self, said: str) -> None:
         """The time is up for a call under way, here or on another rank: nothing can follow."""

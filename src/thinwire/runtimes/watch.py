@@ -49,6 +49,8 @@ class Watch:
         self._entries: deque[Entry] = deque()
         self._thread: threading.Thread | None = None
         self._enough = threading.Event()
+        self._door = threading.Lock()
+        self._said = ""  #: what failed, once something has
 
     def add(self, number: int, call: Call, event: torch.cuda.Event, held: object = None) -> Entry:
         """A call was put on streams. The oldest are let go of if they are done."""
@@ -88,17 +90,24 @@ class Watch:
     def _give_up(self, late: Entry | None, first: int | None) -> None:
         entry = late or self._pending()
         mine = str(entry) if entry is not None else self._talk.doing
-        if first is None:
-            self._talk.alarm()
-        told = self._talk.reports(mine)
         seconds = self._talk.timeout.total_seconds()
         late_text = f"not done within the group's time-out of {seconds:g} s"
-        why = late_text if first is None else f"rank {first} gave up"
-        said = f"{mine} failed on rank {self._talk.rank}: {why}{told}"
-        log.error("thinwire: %s", said)
-        self._failed(said)
-        with contextlib.suppress(Exception):
-            self._abort()
+        self.fail(mine, late_text if first is None else f"rank {first} gave up")
+
+    def fail(self, mine: str, why: str) -> str:
+        """Tell the others that a call failed here, ask what they were doing, abort the group; once only."""
+        with self._door:
+            if not self._said:
+                if self._talk.alarmed() is None:
+                    self._talk.alarm()
+                told = self._talk.reports(mine)
+                self._said = f"{mine} failed on rank {self._talk.rank}: {why}{told}"
+                log.error("thinwire: %s", self._said)
+                self._failed(self._said)
+                self._enough.set()
+                with contextlib.suppress(Exception):
+                    self._abort()
+            return self._said
 
     def _pending(self) -> Entry | None:
         return next((entry for entry in list(self._entries) if not entry.event.query()), None)
