@@ -93,6 +93,40 @@ def test_tables():
     assert found[2][2] == [("vgg, 2 hosts, 1gbit", "int4", "110.0", "250.0", "56.0%", "int8", "1.00")]
 
 
+def test_cells_that_are_known_are_not_measured_again(monkeypatch):
+    class Lab:
+        def __init__(self, **options):
+            self.hosts = options["hosts"]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    measured, kept = [], []
+
+    def measure(lab, network, *_):
+        measured.append((lab.hosts, network))
+        found = {"network": network, "hosts": lab.hosts, "batch": 8, "compute_times_s": [0.1]}
+        return {**found, "rows": [row(training.PLAIN, 1.0)]}
+
+    monkeypatch.setattr(training, "Lab", Lab)
+    monkeypatch.setattr(training, "measure", measure)
+    old = cell([2.0], [0.1], link="100mbit", network="lstm")
+    places = [(2, "1gbit"), (2, "100mbit")]
+    options = {"commit": "abc", "known": [old], "keep": kept.append}
+    result = training.run(["vgg", "lstm"], places, [training.PLAIN], **options)
+    assert measured == [(2, "vgg"), (2, "lstm"), (2, "vgg")]
+    assert [len(each["cells"]) for each in kept] == [2, 3, 4]
+    found = [(each["link"], each["network"], each.get("commit")) for each in result["cells"]]
+    assert found == [
+        ("100mbit", "lstm", None), ("100mbit", "vgg", "abc"), ("1gbit", "vgg", "abc"),
+        ("1gbit", "lstm", "abc"),
+    ]  # fmt: skip
+    assert result["cells"][0]["rows"][0]["step_s"] == 2.0
+
+
 def test_a_failure_shows_the_rank_that_failed():
     ended = SimpleNamespace(
         timed_out=False, returncodes=(-signal.SIGTERM, 1), outputs=("fine", "Boom"), seconds=3

@@ -132,11 +132,15 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def now() -> str:
+    """The date and time, in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 def record(data: dict[str, Any]) -> dict[str, Any]:
     """A measurement with its circumstances, and with the labs of this process whose ranks had GPUs."""
-    now = datetime.datetime.now(datetime.UTC)
     labs = {"labs": with_gpus()} if with_gpus() else {}
-    return {"date": now.isoformat(timespec="seconds"), "commit": commit(), **describe(), **labs, **data}
+    return {"date": now(), "commit": commit(), **describe(), **labs, **data}
 
 
 def save(result: dict[str, Any], folder: Path, name: str) -> Path:

@@ -15,7 +15,7 @@ import math
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from thinwire import policy
@@ -54,9 +54,11 @@ NOT_SLOWER = 0.97  # where communication is little
 NEAR_BEST = 0.95  # auto, of the best fixed choice
 WORST_ERROR = {"cpu": 0.15, "cuda": 0.10}  # of predicted step times
 USUAL_ERROR = 0.07
+MOST_HOST_S = 3e-3  # of a step in the hook, beyond what NCCL's own calls take, on a GPU
+LOOKED_AT = ("qsgd4",)  # launched kernel by kernel, since its random numbers change: shown, not judged
 
 
-def run(
+def run(  # noqa: PLR0913
     networks: Sequence[str] | None = None,
     places: Sequence[tuple[int, str]] | None = None,
     methods: Sequence[str] | None = None,
@@ -64,27 +66,49 @@ def run(
     *,
     seconds: float = 15.0,
     device: str = "cpu",
+    commit: str | None = None,
+    known: Sequence[Cell] = (),
+    keep: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure every network in every place; `seconds` are those of the timed rounds of one of these cells."""
+    """Measure every network in every place; `seconds` are those of the timed rounds of one of these cells.
+
+    Cells that are `known` are not measured again. `keep` is given the result so far, after every cell.
+    """
     if device != "cpu":
         machine.default_numel(device)  # it must be there
-    known = known_networks(device)
+    built = known_networks(device)
     for name in networks or ():
-        if name not in known:
-            raise InputError(f"there is no network '{name}'; there are: {', '.join(known)}")
+        if name not in built:
+            raise InputError(f"there is no network '{name}'; there are: {', '.join(built)}")
     for method in methods or ():
         if method not in (*TORCH, AUTO):
             policy.get(method)  # a recipe or a codec
-    cells: list[Cell] = []
+    done: dict[tuple[int, str, str], Cell] = {_place(cell): cell for cell in known}
     for hosts, link in places or PLACES[device]:
+        wanted = [each for each in networks or built if (hosts, link, each) not in done]
+        if not wanted:
+            continue
         loopback = link == LOOPBACK
         with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback, device=device) as lab:
-            for network in networks or known:
+            for network in wanted:
                 progress(f"{hosts} hosts, {link}: {network}")
                 cell = measure(lab, network, methods or METHODS[device], seconds, device)
-                cells.append(summed_up({"link": link, "device": device, **cell}))
+                made = {"commit": commit or machine.commit(), "date": machine.now()}
+                done[hosts, link, network] = summed_up({"link": link, "device": device, **made, **cell})
+                keep(_result(done, device))
+    return _result(done, device)
+
+
+def _result(done: Mapping[tuple[int, str, str], Cell], device: str) -> dict[str, Any]:
+    """All cells, in the order of the places, with what they say of the targets."""
+    places = [*PLACES[device], *(key[:2] for key in done)]
+    cells = [cell for _, cell in sorted(done.items(), key=lambda each: places.index(each[0][:2]))]
     found = {"device": device, "cells": cells, "summary": summary(cells, device), "absent": {}}
     return machine.record(found)
+
+
+def _place(cell: Cell) -> tuple[int, str, str]:
+    return cell["hosts"], cell["link"], cell["network"]
 
 
 def measure(lab: Lab, network: str, methods: Sequence[str], seconds: float, device: str = "cpu") -> Cell:
@@ -224,6 +248,13 @@ def _gpu_targets(cells: Sequence[Cell], ours: Sequence[str]) -> list[dict[str, A
     slow = [cell for cell in throttled if cell["link"] == "10gbit"]
     found.append(_at_least("any lossy recipe to torch's bf16 hook, 10gbit", 1.0, _beside(slow, lossy, BRAIN)))
     found.append(_at_least("powersgd to torch's hook", 1.0, _beside(throttled, ["powersgd"], POWER)))
+    added = [
+        (row["host_s"] - cell["calls_s"], _where(cell, row))
+        for cell in cells
+        for row in cell["rows"]
+        if "host_s" in row and "calls_s" in cell and row["method"] not in LOOKED_AT
+    ]
+    found.append(_at_most("host seconds a step in the hook, beyond NCCL's calls", MOST_HOST_S, added))
     return found
 
 

@@ -203,6 +203,7 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
         "params": sum(parameter.numel() for parameter in trainees[0].model.parameters()),
         "batch": network.batch,
         "compute_times_s": next(row["times_s"] for row in rows if row["method"] == COMPUTE),
+        **({"calls_s": _calls(rows[0]["buckets"], device)} if device.type == "cuda" else {}),
         "rows": [row for row in rows if row["method"] != COMPUTE],
     }
 
@@ -290,6 +291,20 @@ def _wire(wire: Wire | None) -> dict[str, Any]:
         "buffers_nbytes": stats["buffers_nbytes"],
         "residuals_nbytes": stats["residuals_nbytes"],
     }
+
+
+def _calls(buckets: int, device: torch.device) -> float:
+    """How long the host is in NCCL's own calls for so many buckets, which plain DDP makes as well."""
+    x, spent = torch.zeros(1 << 20, device=device), []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        works = [dist.all_reduce(x, async_op=True) for _ in range(buckets)]
+        spent.append(time.perf_counter() - began)
+        for work in works:
+            assert work is not None
+            work.wait()
+    return statistics.median(spent)
 
 
 def _buckets(model: DistributedDataParallel) -> int:

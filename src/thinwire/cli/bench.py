@@ -91,19 +91,35 @@ def bench_training(  # noqa: PLR0913
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of timed steps, for each network and place.")] = 15.0,
+    add: Annotated[
+        bool, typer.Option("--add", help="To the file that is there: what it has is not measured again.")
+    ] = False,
     save: Save = None,
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
-    """Training between throttled hosts, beside torch's hooks; about fifteen minutes, needs root for links."""
+    """Training between throttled hosts, beside torch's hooks; about fifteen minutes, needs root for links.
+
+    With --save, a network is saved once it is measured in a place; a run that was stopped goes on with --add.
+    """
+    import json
     from functools import partial
 
-    from thinwire.bench import training
+    from thinwire.bench import machine, training
 
+    name = f"training-{device}"
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
-    run = partial(training.run, seconds=seconds, device=device)
+    path = save / f"{name}.json" if save else None
+    known = json.loads(path.read_text())["cells"] if add and path is not None and path.exists() else ()
+
+    def keep(result: dict[str, Any]) -> None:
+        if save:
+            result["commit"] = commit or result["commit"]
+            machine.save(result, save, name)
+
+    run = partial(training.run, seconds=seconds, device=device, commit=commit, known=known, keep=keep)
     bench = SimpleNamespace(run=run, tables=training.tables)
-    _report(bench, f"training-{device}", (networks, places, methods), save, commit, as_json)
+    _report(bench, name, (networks, places, methods), save, commit, as_json)
 
 
 @app.command("simulate")
