@@ -4,6 +4,7 @@ A test takes the fixture `probes`, a function from a format to a float32 tensor.
 """
 
 import functools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,12 @@ KERNELS = Path(__file__).parents[1] / "src" / "thinwire" / "kernels"
 
 
 def pytest_configure():
-    """Drop compiled loops that are older than any of their sources: Numba looks at a loop's own file only."""
+    """Drop compiled loops that are older than any of their sources: Numba looks at a loop's own file only.
+
+    And one thread for each of several workers: theirs keep each other waiting.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
     changed = max(path.stat().st_mtime for path in KERNELS.glob("*loops.py"))
     for path in KERNELS.glob("__pycache__/*.nb[ic]"):
         if path.stat().st_mtime < changed:

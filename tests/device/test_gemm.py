@@ -65,8 +65,6 @@ if not HAS_GPU:  # the interpreter is slow: every way and order once
     ]
 SHAPES = [(1, 1, 1), (3, 16, 5), (33, 37, 70), (64, 131, 128), (2, 300, 65)] if HAS_GPU else [(3, 35, 5)]
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
-if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers keep each other waiting
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -244,7 +242,7 @@ def test_general_rounding_is_the_formats_own(format, mode, probes):
     assert_definition(p, torch.ones(1, 1, 1), probes(format)[None, None], key)
 
 
-#: Every order with every format and every rounding, Kahan's with all ways to round
+#: Every order with every format and every rounding, every format with every rounding
 PUBLIC = [
     (order, name, ("up", "stochastic", "nearest")[(i + j) % 3])
     for i, order in enumerate(("sequential", "chunked/7", "pairwise", "kahan", "fp32", "exact"))

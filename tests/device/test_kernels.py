@@ -44,8 +44,6 @@ CASES = [
     if not HAS_GPU or m in (Rounding.NEAREST, Rounding.STOCHASTIC) or f.name in ALL_MODES or (i + j) % 4 == 0
 ]
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
-if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers keep each other waiting
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

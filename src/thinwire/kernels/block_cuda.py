@@ -60,7 +60,7 @@ def _encode(
         _fill(p, x.float() if residual is None else x + residual, wire, plan)
         rule = FILLED
     codec, layout = _constants(p, rule, x.element_size())
-    tensors = (x, x if residual is None else residual, *_base(wire), *_lookup(p.element, wire))
+    tensors = (x, x if residual is None else residual, *_base(wire), *_lookup(p.element, _base(wire)[0]))
     step, *strides = _strides(x, wire)
     numbers = (*strides, *_places(plan), p.limit, *_key(key))
     shape = {"STEP": step, "RESIDUAL": residual is not None, "C": codec, "L": layout}
@@ -70,7 +70,7 @@ def _encode(
 def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool) -> None:
     """Wires into rows, or added to them; NaN where a row has another tag."""
     codec, layout = _constants(p, FILLED, 0)
-    tensors = (*_base(wire), out, _lookup(p.element, wire)[-1])
+    tensors = (*_base(wire), out, _lookup(p.element, _base(wire)[0])[-1])
     step, *strides = _strides(out, wire)
     numbers = (*strides, *_places(plan), weight)
     shape = {"STEP": step, "ADD": add, "C": codec, "L": layout}
@@ -95,7 +95,7 @@ def _reduce(
 ) -> None:
     count, rows, nbytes = wires.shape
     codec, layout = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
-    tensors = (*_base(wires), *_base(out), *_lookup(p.element, out))
+    tensors = (*_base(wires), *_base(out), *_lookup(p.element, _base(out)[0]))
     strides = (rows * nbytes // 4, nbytes // 4)
     numbers = (*strides, count, rows, *_places(plan), p.limit, weight, *_key(key))
     unrolled = count <= UNROLLED and not isinstance(p.element, StepsParams)  # tables take registers
@@ -224,8 +224,8 @@ def _signed(word: int) -> int:
     return (word + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def _lookup(element: Params, wire: Tensor) -> tuple[Tensor, ...]:
-    """The tables of a step function; the other families have none."""
+def _lookup(element: Params, wire: Any) -> tuple[Tensor, ...]:
+    """The tables of a step function; the other families have none, and any aligned memory will do."""
     if not isinstance(element, StepsParams):
         return (wire,) * 5
     tables = _tables(element, wire.device)
