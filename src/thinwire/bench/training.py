@@ -153,7 +153,7 @@ def summed_up(cell: Cell) -> Cell:
                 **row,
                 "step_s": step_s,
                 "samples_per_s": cell["batch"] * cell["hosts"] / step_s,
-                "ratio_to_plain": _ratio(plain, row["times_s"]),
+                "ratio_to_plain": _ratio(row.get("plain_times_s", plain), row["times_s"]),
             }
         )
     computing = cell["compute_times_s"]
@@ -186,7 +186,7 @@ def judged(auto: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, An
             codec: _error(step_s, steps_s[codec]) for codec, step_s in predicted.items() if codec in steps_s
         },
         "best_fixed": best["method"] if best else None,
-        "ratio_to_best": _ratio(best["times_s"], auto["times_s"]) if best else None,
+        "ratio_to_best": auto["ratio_to_plain"] / best["ratio_to_plain"] if best else None,
     }
 
 
@@ -259,13 +259,13 @@ def _gpu_targets(cells: Sequence[Cell], ours: Sequence[str]) -> list[dict[str, A
 
 
 def _beside(cells: Sequence[Cell], methods: Sequence[str], other: str) -> Found:
-    """Ratios to another method of the same cell."""
+    """Ratios to another method of the same cell, by way of plain DDP."""
     found = []
     for cell in cells:
-        times = next((row["times_s"] for row in cell["rows"] if row["method"] == other), None)
-        if times is not None:
+        base = next((row["ratio_to_plain"] for row in cell["rows"] if row["method"] == other), None)
+        if base is not None:
             rows = [row for row in cell["rows"] if row["method"] in methods]
-            found += [(_ratio(times, row["times_s"]), _where(cell, row)) for row in rows]
+            found += [(row["ratio_to_plain"] / base, _where(cell, row)) for row in rows]
     return found
 
 

@@ -2,7 +2,8 @@
 
 Every method has a model and an optimizer of its own, alike in the beginning. Methods take turns, because
 machines drift: every round trains each for a few steps, after a barrier, and each round begins with another
-method. What counts is the slowest rank's time. Nothing of a method runs while others have their turns.
+method. What counts is the slowest rank's time. Nothing of a method runs while others have their turns. On a
+GPU, whose memory does not hold all models of all ranks, methods form groups, each with plain DDP among them.
 
 Inputs and labels are random, the same in every step: only speed is measured, not what is learnt.
 """
@@ -34,7 +35,9 @@ PLAIN, HALF, BRAIN, POWER = "torch-fp32", "torch-fp16", "torch-bf16", "torch-pow
 TORCH = (PLAIN, HALF, BRAIN, POWER)  # torch's bf16 hook refuses CPUs
 COMPUTE = "compute only"
 AUTO = "auto"
-WARMUP = 2  # steps: DDP makes its buckets anew after the first
+WARMUP = {"cpu": 2, "cuda": 3}  # steps: DDP makes its buckets anew after the first
+RECORDED = 9  # steps on a GPU until what thinwire repeats is recorded, and its first timed steps are past
+GROUP = 5  # methods on a GPU at a time, beside plain DDP and computing alone
 RANK = 4  # of PowerSGD
 POWER_WARMUP = 4  # it sends float32 twice
 MOST_WARMUP = 300  # until auto has settled
@@ -175,21 +178,48 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
     network = networks(device.type)[name]
     x, labels = network.data(seed=1 + dist.get_rank())
     data = x.to(device), labels.to(device)
-    chosen = dict.fromkeys((PLAIN, COMPUTE, *methods))
-    trainees = [prepare(method, network, device) for method in chosen]
+    others = [each for each in dict.fromkeys(methods) if each not in (PLAIN, COMPUTE)]
+    size = GROUP if device.type == "cuda" else max(1, len(others))
+    groups = [others[at : at + size] for at in range(0, len(others), size)] or [[]]
+    rows: list[dict[str, Any]] = []
+    computing: dict[str, Any] = {}
+    for group in groups:
+        trained = [prepare(each, network, device) for each in (PLAIN, COMPUTE, *group)]
+        plain, alone, *more = _rows(trained, data, seconds / len(groups))
+        rows += more if rows else [plain, *more]
+        computing = computing or alone
+        trained.clear()
+        gc.collect()  # models and their hooks know each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {
+        "network": name,
+        "hosts": dist.get_world_size(),
+        "params": rows[0]["params"],
+        "batch": network.batch,
+        "compute_times_s": computing["times_s"],
+        **({"calls_s": _calls(rows[0]["buckets"], device)} if device.type == "cuda" else {}),
+        "rows": rows,
+    }
+
+
+def _rows(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: float) -> list[dict[str, Any]]:
+    """What a group of methods took and did; plain DDP is the first of them."""
     for trainee in trainees:
         warm_up(trainee, data, min(TURN_S, TURN_SHARE * seconds))
     before = [(each.done, each.sent_nbytes()) for each in trainees]
     take_turns(trainees, data, seconds)
     times = _slowest([each.times for each in trainees])
-    rows = [
+    return [
         {
             "method": trainee.method,
             "times_s": taken,
+            "plain_times_s": times[0],
             "steps": trainee.done - done,
             "warm_up_steps": done,
             "sent_nbytes": (trainee.sent_nbytes() - sent) / (trainee.done - done),
             "buckets": _buckets(trainee.model),
+            "params": sum(each.numel() for each in trainee.model.parameters()),
             **_replicas(trainee.model),
             **_wire(trainee.wire),
             **({"host_s": statistics.median(trainee.host[-trainee.steps * 2 :])} if trainee.host else {}),
@@ -197,15 +227,6 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
         }
         for trainee, taken, (done, sent) in zip(trainees, times, before, strict=True)
     ]
-    return {
-        "network": name,
-        "hosts": dist.get_world_size(),
-        "params": sum(parameter.numel() for parameter in trainees[0].model.parameters()),
-        "batch": network.batch,
-        "compute_times_s": next(row["times_s"] for row in rows if row["method"] == COMPUTE),
-        **({"calls_s": _calls(rows[0]["buckets"], device)} if device.type == "cuda" else {}),
-        "rows": [row for row in rows if row["method"] != COMPUTE],
-    }
 
 
 def warm_up(trainee: Trainee, data: tuple[Tensor, Tensor], turn_s: float) -> None:
@@ -213,12 +234,16 @@ def warm_up(trainee: Trainee, data: tuple[Tensor, Tensor], turn_s: float) -> Non
 
     Nothing comes between those in which auto measures; it settles on all ranks in the same step.
     """
-    trainee.turn(data, (POWER_WARMUP if trainee.method == POWER else WARMUP) - 1)
+    usual = WARMUP[data[0].device.type]
+    steps = POWER_WARMUP if trainee.method == POWER else usual
+    if trainee.wire is not None and data[0].is_cuda:
+        steps = RECORDED
+    trainee.turn(data, steps - 1)
     while trainee.done < MOST_WARMUP and not trainee.settled:
         trainee.step(*data)
     step_s = _slowest([[trainee.turn(data, 1)]])[0][0]
     if step_s < turn_s:  # it may still have made something for the first time
-        step_s = _slowest([[trainee.turn(data, WARMUP)]])[0][0]
+        step_s = _slowest([[trainee.turn(data, usual)]])[0][0]
     trainee.steps = max(1, min(MOST_STEPS, int(turn_s / step_s)))
 
 
