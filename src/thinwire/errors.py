@@ -53,7 +53,14 @@ class PolicyError(ThinwireError, ValueError):
 
 
 class CommError(ThinwireError, RuntimeError):
-    """An exchange between ranks failed: one is gone, too late, or called something else."""
+    """An exchange between ranks failed: one is gone, too late, or called something else.
+
+    `peer` is the rank that an exchange was with, where one is known; `gone` whether it closed the connection.
+    """
+
+    def __init__(self, *said: object, peer: int | None = None, gone: bool = False) -> None:
+        super().__init__(*said)
+        self.peer, self.gone = peer, gone
 
 
 class Disagreement(CommError):  # noqa: N818

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from start_program import fork, join, meeting, raises, report, statuses
 
 import thinwire
 import thinwire.collectives  # before ranks are forked
+import thinwire.integrations
 from thinwire.errors import CommError, Disagreement, InputError
 from thinwire.runtimes import local
 
@@ -73,6 +75,21 @@ def killed_first(rank, world):
     raises(CommError, ["rank 0", "all_reduce of 999"], thinwire.all_reduce, torch.ones(999), "int8/256")
 
 
+def frozen_first(rank, world):
+    """The rank that holds the store is stopped: nothing may wait for the store either."""
+    good(world)
+    pid = torch.tensor([os.getpid() if rank == 0 else 0])
+    dist.broadcast(pid, 0)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    raises(CommError, ["rank 0", "all_reduce of 999"], thinwire.all_reduce, torch.ones(999), "int8/256")
+    assert time.monotonic() - began < LATE_S, "late"
+    if rank == 1:  # ends it, once the others are done with it
+        threading.Timer(5, os.kill, (pid.item(), signal.SIGKILL)).start()
+        time.sleep(5.5)
+
+
 def killed_during(rank, world):
     """While 100 MB are under way."""
     x = torch.ones(25_000_000)
@@ -97,7 +114,9 @@ def killed_during_sum(rank, world):
         for _ in range(100):
             thinwire.all_reduce(x, "fp32")
 
-    raises(CommError, "all_reduce of 25,000,000", sums)
+    said = raises(CommError, ["all_reduce of 25,000,000", "no word from rank 1"], sums)
+    assert f"rank {rank} is gone" not in said, "a rank blames itself"
+    assert f"rank {2 - rank} is gone" not in said, "a rank that gave up because of another is blamed"
 
 
 def killed_between(rank, world):
@@ -112,6 +131,24 @@ def killed_between(rank, world):
     )
     raises(CommError, ["no call can follow", said[:40]], thinwire.all_reduce, torch.ones(9), "int8/256")
     raises(CommError, "no call can follow", thinwire.send, torch.ones(9), 1 - rank, "int8/256")
+
+
+def killed_in_training(rank, world, recipe):
+    """In a backward pass of DDP: an error that users can catch by its name."""
+    del world
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
+    model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.1)
+    thinwire.attach(model, recipe)
+
+    def train():
+        for step in range(2000):
+            if rank == 1 and step == 5:
+                die()
+            model.zero_grad()
+            model(torch.ones(4, 64)).square().sum().backward()
+
+    raises(CommError, "all_reduce", train)
 
 
 # Ranks disagree
@@ -462,10 +499,15 @@ def no_group(rank, world):
 KILLED = {
     "killed_before": Scenario(killed_before, dead=(2,)),
     "killed_first": Scenario(killed_first, dead=(0,)),
+    "frozen_first": Scenario(frozen_first, dead=(0,), within_s=LATE_S + 6),
     "killed_between": Scenario(killed_between, dead=(2,)),
     "killed_during": Scenario(killed_during, dead=(2,), within_s=LATE_S + 5),
     "killed_during_sum": Scenario(killed_during_sum, dead=(1,), within_s=LATE_S + 5),
     "letter_to_the_dead": Scenario(letter_to_the_dead, world=2, dead=(1,)),
+}
+TRAINING = {
+    f"killed_in_training_{recipe}": Scenario(partial(killed_in_training, recipe=recipe), 2, (1,), 2 * LATE_S)
+    for recipe in ("fp32", "fp16", "int8", "onebit", "powersgd", "auto")
 }
 DISAGREE = {
     each.__name__: Scenario(each)
@@ -490,7 +532,7 @@ STEPS = {
         ahead_with_a_sum, waits_at_other_places, called_back,
     )
 }  # fmt: skip
-FAMILIES = {"killed": KILLED, "disagree": DISAGREE, "ends": ENDS, "steps": STEPS}
+FAMILIES = {"killed": KILLED, "training": TRAINING, "disagree": DISAGREE, "ends": ENDS, "steps": STEPS}
 
 
 def one_rank(name, scenario, rank, places):
@@ -512,7 +554,9 @@ def one_rank(name, scenario, rank, places):
 
 
 def warm_up():
-    """Load compiled loops once, before ranks are forked."""
+    """Load compiled loops, and what DDP imports, once, before ranks are forked."""
+    import torch._dynamo
+
     for codec in ("int8/256", "int4/128", "fp32", "aps/e5m2"):
         for schedule in ("one_shot", "two_shot", "ring"):
             local.all_reduce([torch.ones(999) for _ in range(2)], codec, schedule=schedule)

@@ -11,7 +11,7 @@ WALL_S = 75
 pytestmark = pytest.mark.timeout(WALL_S + 30)
 
 
-@pytest.mark.parametrize("family", ["killed", "disagree", "ends", "steps"])
+@pytest.mark.parametrize("family", ["killed", "training", "disagree", "ends", "steps"])
 def test_every_surviving_rank_is_told_and_ends_by_itself(family, said):
     lines, complaints = said("faults_program.py", family, wall_s=WALL_S)
     scenarios = lines.pop(0)["scenarios"]

@@ -4,6 +4,7 @@ torch's `collect_all` keeps no streams: whoever waits for it may read what a GPU
 last call to end waits, on its own stream, for what all others have put on theirs.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +16,12 @@ Future = torch.futures.Future
 
 
 def gathered(
-    futures: "Sequence[Future[Any]]", finish: Callable[[], Tensor], device: torch.device
+    futures: "Sequence[Future[Any]]",
+    finish: Callable[[], Tensor],
+    device: torch.device,
+    failed: Callable[[Exception], Exception] = lambda error: error,
 ) -> "Future[Tensor]":
-    """A future of what `finish` returns, which is called once all are done."""
+    """A future of what `finish` returns, which is called once all are done; `failed` words errors."""
     whole: Future[Tensor] = Future(devices=_devices(device))
     left, door = [len(futures)], threading.Lock()
 
@@ -31,7 +35,7 @@ def gathered(
                 future.wait()  # raises what went wrong; on a GPU the current stream waits
             whole.set_result(finish())
         except Exception as error:  # noqa: BLE001
-            whole.set_exception(error)  # type: ignore[arg-type]
+            whole.set_exception(failed(error))  # type: ignore[arg-type]
 
     for future in futures:
         future.add_done_callback(count)
@@ -46,6 +50,20 @@ def followed(future: "Future[Any]", then: Callable[[], None], tensor: Tensor) ->
         return tensor
 
     return gathered([future], finish, tensor.device)
+
+
+def raise_when_waited_for(futures: "Sequence[Future[Any]]") -> None:
+    """At the end of this backward pass wait for futures, and raise what went wrong as it is.
+
+    DDP, which waits too, knows a failed future of Python only as a result that is no tensor.
+    """
+
+    def wait() -> None:
+        for future in futures:
+            future.wait()
+
+    with contextlib.suppress(RuntimeError):  # there is no backward pass: ranks that `join` only answer others
+        torch.autograd.Variable._execution_engine.queue_callback(wait)
 
 
 def ready(buffer: Tensor) -> "Future[Tensor]":

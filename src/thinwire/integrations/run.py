@@ -4,6 +4,7 @@ On a GPU everything is put on streams when this returns, and the future is done 
 lets its stream wait. On a CPU the line's thread goes on, and the future is done when it is.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,10 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.channel import Channel
 from thinwire.clock import WIRE, Clock
+from thinwire.errors import CommError
 from thinwire.integrations.futures import Future, gathered
-from thinwire.integrations.routes import Plan
+from thinwire.integrations.routes import Plan, Route, Sent, make, place, schedule_of
+from thinwire.policy import Policy, Tensorlike
 from thinwire.rounding import Stream
+from thinwire.runtimes.lines import line
 from thinwire.runtimes.work import StreamWork
 
 Finish = Callable[[], object]
@@ -103,4 +108,44 @@ def plain(
         finish()
         return buffer
 
-    return gathered([work.get_future(), *more], ended, buffer.device)
+    def failed(error: Exception) -> Exception:
+        where = f"all_reduce of {buffer.numel():,} {str(buffer.dtype).removeprefix('torch.')} elements"
+        return CommError(f"{where} failed on rank {dist.get_rank(group)}: {error}")
+
+    return gathered([work.get_future(), *more], ended, buffer.device, failed)
+
+
+def prober(
+    policy: Policy,
+    buckets: "Sequence[tuple[Sequence[tuple[Tensorlike, Tensor]], Tensor]]",
+    group: dist.ProcessGroup | None,
+    rng: Stream,
+) -> tuple[Callable[[], float], int]:
+    """A call that sends buckets as a policy says, and waits; and the bytes that it sends.
+
+    Buckets are gradients and the buffer in which they lie. The call says how long it took to start them all.
+    """
+    channels: dict[str, Channel] = {}
+
+    def channel(codec: str) -> Channel:
+        return channels.setdefault(codec, Channel(codec))
+
+    plans, here = [], line(group, buckets[0][1].device)
+    for gradients, buffer in buckets:
+        rules = [(tensor, policy.route(tensor)) for tensor, _ in gradients]
+        sent = [Sent(t, rule, Route(rule.codec, schedule_of(rule, t.numel, here.world))) for t, rule in rules]
+        places = [place(gradient, buffer) for _, gradient in gradients]
+        plans.append(make(sent, places, buffer, here, channel))
+
+    def probe() -> float:
+        began = time.perf_counter()
+        pairs = zip(plans, buckets, strict=True)
+        futures = [run(plan, buffer, rng, None, group) for plan, (_, buffer) in pairs]
+        started_s = time.perf_counter() - began
+        for future in futures:
+            future.wait()
+        if buckets[0][1].is_cuda:
+            torch.cuda.synchronize(buckets[0][1].device)
+        return started_s
+
+    return probe, sum(plan.sent_nbytes for plan in plans)

@@ -7,7 +7,6 @@ from the tensor alone.
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,11 +22,11 @@ from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.integrations import run
 from thinwire.integrations import state as states
-from thinwire.integrations.futures import Future, pass_on, pending, ready
+from thinwire.integrations.futures import Future, pass_on, pending, raise_when_waited_for, ready
 from thinwire.integrations.ladder import Climber
 from thinwire.integrations.meter import Board, Meter, Step, relative_error, round_trip_error
 from thinwire.integrations.pilot import Bucket, Pilot
-from thinwire.integrations.routes import Place, Plan, Route, Router, Sent, make, place, schedule_of
+from thinwire.integrations.routes import Place, Plan, Route, Router, Sent, place, schedule_of
 from thinwire.integrations.stats import describe
 from thinwire.integrations.summary import print_summary
 from thinwire.policy import NOOP, Policy, Rule, Tensorlike
@@ -67,6 +66,7 @@ class Wire:
     _stale: dict[str, "tuple[Future[Tensor], Tensor]"] = field(default_factory=dict)
     _waiting: list[tuple[Plan, Tensor, "Future[Tensor]"]] = field(default_factory=list)  #: to be sent later
     _under_way: list[StreamWork] = field(default_factory=list)  #: that the last bucket's stream waits for
+    _promised: list["Future[Tensor]"] = field(default_factory=list)  #: of this step, on a CPU
 
     def __post_init__(self) -> None:
         if self.shadow < 0:
@@ -138,9 +138,20 @@ class Wire:
         if self.double_buffer:
             return self._exchanged(plan, buffer)
         future = self._reduced(plan, buffer, self._under_way if self.joins else None)
-        if self._under_way and bucket.is_last():
-            run.join(self._under_way)
+        if self.joins:
+            self._join(future, last=bucket.is_last())
         return future
+
+    def _join(self, future: "Future[Tensor]", *, last: bool) -> None:
+        """What DDP waits for in the end: on a GPU its stream does, on a CPU errors are raised as they are."""
+        if self.device.type == "cpu":
+            self._promised.append(future)
+        if last:
+            if self._under_way:
+                run.join(self._under_way)
+            if self._promised:
+                raise_when_waited_for(self._promised)
+                self._promised = []
 
     def _deferred(self, plan: Plan, buffer: Tensor, *, last: bool) -> "Future[Tensor]":
         """Send all buckets of a step with the last one."""
@@ -162,6 +173,7 @@ class Wire:
         if self.board is not None and self.step and self.step % BOARD_EVERY == 0:
             self.board.write(self.stats(), self.step)
         self._under_way.clear()  # of a backward pass that was broken off
+        self._promised.clear()
         self.meter.begin_step(self.device)
         self.step += 1
         if self.pilot is not None:
@@ -283,31 +295,7 @@ class Wire:
 
         The call says how long it took to start them all.
         """
-        channels: dict[str, Channel] = {}
-
-        def channel(codec: str) -> Channel:
-            return channels.setdefault(codec, Channel(codec))
-
-        plans = []
-        for gradients, buffer in buckets:
-            rules = [(tensor, policy.route(tensor)) for tensor, _ in gradients]
-            sent = [Sent(t, rule, Route(rule.codec, self.schedule(rule, t.numel))) for t, rule in rules]
-            places = [place(gradient, buffer) for _, gradient in gradients]
-            plans.append(make(sent, places, buffer, line(self.group, buffer.device), channel))
-
-        def probe() -> float:
-            pairs = zip(plans, buckets, strict=True)
-            rng = Stream(self.seed, step=self.step, rank=self.rank)
-            began = time.perf_counter()
-            futures = [run.run(plan, buffer, rng, None, self.group) for plan, (_, buffer) in pairs]
-            started_s = time.perf_counter() - began
-            for future in futures:
-                future.wait()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return started_s
-
-        return probe, sum(plan.sent_nbytes for plan in plans)
+        return run.prober(policy, buckets, self.group, Stream(self.seed, step=self.step, rank=self.rank))
 
     # What it did
 

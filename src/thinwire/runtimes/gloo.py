@@ -33,7 +33,7 @@ def tag(digest: int, number: int, piece: int, exchange: int) -> int:
 class Messages:
     """Messages under way; some of the bytes may have to be copied to a GPU at the end."""
 
-    works: list[tuple[dist.Work, int, str]] = field(default_factory=list)
+    works: list[tuple[dist.Work, int | None, str]] = field(default_factory=list)  #: None: with all
     arrive: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -41,19 +41,21 @@ class Messages:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise CommError(_said(str(error), peer, way)) from error
+                raise _failure(str(error), peer, way) from error
         for host, device in self.arrive:
             device.copy_(host, non_blocking=True)
 
 
-def _said(error: str, peer: int, way: str) -> str:
+def _failure(error: str, peer: int | None, way: str) -> CommError:
+    """What gloo says, in words; it does not say which rank a sum of all ranks waited for."""
+    who = "another rank" if peer is None else f"rank {peer}"
     if "pair closure" in error:
-        return f"the connection to rank {peer} was closed after a time-out"
+        return CommError(f"the connection to {who} was closed after a time-out", peer=peer, gone=True)
     if "imed out" in error or "timeout" in error.lower():
-        return f"nothing {way} rank {peer} within the group's time-out"
+        return CommError(f"nothing {way} {who} within the group's time-out", peer=peer)
     if "closed" in error or "reset" in error or "Broken pipe" in error:
-        return f"rank {peer} is gone (the connection was closed)"
-    return f"the exchange with rank {peer} failed: {error}"
+        return CommError(f"{who} is gone (the connection was closed)", peer=peer, gone=True)
+    return CommError(f"the exchange with {who} failed: {error}", peer=peer)
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Gloo:
             try:
                 messages.works.append((post([wire], peer, tag), peer, way))
             except RuntimeError as error:  # the connection is closed already
-                raise CommError(_said(str(error), peer, way)) from error
+                raise _failure(str(error), peer, way) from error
 
     def close(self) -> None:
         """Let everything under way fail: gloo closes all connections of a group after one time-out."""
@@ -108,7 +110,7 @@ class Gloo:
             values = host
         if values.numel():
             work = self.sums.allreduce([values])  # type: ignore[attr-defined]
-            messages.works.append((work, self.group.rank(), "came back to"))
+            messages.works.append((work, None, "came from"))
         return messages
 
 

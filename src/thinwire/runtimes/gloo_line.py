@@ -143,7 +143,8 @@ class GlooLine(GroupLine):
             return error
         if running is not None:
             mine = f"call {running.number}, {running.job.call}"
-            self.broken += reports(self.group.get_group_store(), self.rank, self.world, mine)
+            told = reports(self.group.get_group_store(), self.rank, self.world, mine)
+            self.broken = f"{where}{told.corrected(error)}{told}"
         return CommError(self.broken)
 
 

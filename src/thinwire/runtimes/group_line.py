@@ -11,7 +11,8 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from thinwire.errors import CommError, Disagreement, ScheduleError
 from thinwire.runtimes.arguments import Plans
+from thinwire.runtimes.deadline import within
 from thinwire.runtimes.job import Call, Job, Plan
 from thinwire.runtimes.work import Letter, Work
 
@@ -140,8 +142,45 @@ class GroupLine(abc.ABC):
         return self.world > 1 and (call not in self._known or checks_every_call())
 
 
-def reports(store: Store, rank: int, world: int, mine: str) -> str:
-    """What all ranks say that they were doing, by way of a store: a text for an error."""
+@dataclass(frozen=True)
+class Reports:
+    """What ranks say that they were doing, after a failure."""
+
+    mine: str
+    world: int
+    rank: int
+    found: Mapping[int, str] | None  #: by rank; None: there was nobody to ask
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f" (this rank was at {self.mine}; the group's store does not answer)"
+        said = [
+            f"rank {each} was at {'the same' if text == self.mine else text}"
+            for each, text in sorted(self.found.items())
+        ]
+        silent = [str(each) for each in range(self.world) if each not in self.found and each != self.rank]
+        if silent:
+            said.append(f"no word from rank {', '.join(silent)}")
+        return f" (this rank was at {self.mine}; {'; '.join(said)})"
+
+    def corrected(self, error: CommError) -> str:
+        """The error's words; a rank that closed its connections after a failure of its own is not gone."""
+        if error.peer is not None and error.gone and error.peer in (self.found or {}):
+            return f"rank {error.peer} gave up, as a call of its own had failed"
+        return str(error)
+
+
+def reports(store: Store, rank: int, world: int, mine: str) -> Reports:
+    """What all ranks say that they were doing, by way of a store: a text for an error.
+
+    The store may be on the very host that is gone, so this waits for it no longer than `PATIENCE_S`.
+    """
+    nobody: dict[int, str] | None = None
+    found = within(PATIENCE_S + 0.5, lambda: _asked(store, rank, world, mine), nobody)
+    return Reports(mine, world, rank, found)
+
+
+def _asked(store: Store, rank: int, world: int, mine: str) -> dict[int, str] | None:
     found: dict[int, str] = {}
     with contextlib.suppress(Exception):
         store.set(f"thinwire/{rank}", mine)
@@ -152,13 +191,7 @@ def reports(store: Store, rank: int, world: int, mine: str) -> str:
                 if store.check([f"thinwire/{each}"]):
                     found[each] = store.get(f"thinwire/{each}").decode()
             time.sleep(0.05)
-    said = [
-        f"rank {each} was at {'the same' if text == mine else text}" for each, text in sorted(found.items())
-    ]
-    silent = [str(each) for each in range(world) if each not in found and each != rank]
-    if silent:
-        said.append(f"no word from rank {', '.join(silent)}")
-    return f" (this rank was at {mine}; {'; '.join(said)})"
+    return found
 
 
 def checks_every_call() -> bool:

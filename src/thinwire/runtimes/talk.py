@@ -4,7 +4,6 @@ It goes through the group's store, not through the network that carries gradient
 new call and ranks that repeat a known one would wait for one another for ever.
 """
 
-import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,10 +11,12 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from thinwire.errors import CommError
-from thinwire.runtimes.group_line import reports
+from thinwire.runtimes.deadline import within
+from thinwire.runtimes.group_line import Reports, reports
 
 POLL_S = (0.0005, 0.02)  # between looks at the store, first and later
 ALARM = "thinwire/alarm"
+ANSWER_S = 1.0  # that a store has to answer
 
 
 class Talk:
@@ -28,39 +29,53 @@ class Talk:
         self._store = PrefixStore(f"thinwire{made}", store)
         #: For the thread that watches: a store of its own, since one that waits would keep it out.
         self._second = PrefixStore(f"thinwire{made}", clone() if clone else store)
+        self._silent = False  #: whether the store has stopped to answer
         self.doing = "nothing yet"  #: what this rank does, for others to know
 
     def everyone(self, said: bytes, number: int, what: int, broken: Callable[[], str]) -> list[bytes]:
         """Some bytes from every rank; an error that names those that stay silent."""
         keys = [f"{what}/{number}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], said)  # type: ignore[arg-type]
-        end, pause = time.monotonic() + self.timeout.total_seconds(), POLL_S[0]
-        while not self._store.check(keys):
-            if time.monotonic() > end:
-                silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-                self.alarm()
-                told = reports(self._store, self.rank, self.world, self.doing)
-                raise CommError(f"rank {', '.join(silent)} did not make this call in time{told}")
-            if broken():
-                raise CommError(broken())
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S[1])
-        return [self._store.get(key) for key in keys]
+        missing = list(range(self.world))  # until the store has said otherwise
+
+        def ask() -> list[bytes] | None:
+            self._store.set(keys[self.rank], said)  # type: ignore[arg-type]
+            end, pause = time.monotonic() + self.timeout.total_seconds(), POLL_S[0]
+            while not self._store.check(keys) and time.monotonic() < end:
+                if broken():
+                    return None
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_S[1])
+            missing[:] = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            return [] if missing else [self._store.get(key) for key in keys]
+
+        nothing: list[bytes] | None = None
+        found = within(self.timeout.total_seconds() + POLL_S[1], ask, nothing)
+        if found:
+            return found
+        if broken():
+            raise CommError(broken())
+        self.alarm()
+        told = reports(self._second, self.rank, self.world, self.doing)
+        silent = ", ".join(str(rank) for rank in missing if rank != self.rank)
+        raise CommError(f"rank {silent} did not make this call in time{told}")
 
     # For the thread that watches
 
     def alarm(self) -> None:
         """Tell all ranks that a call did not end in time."""
-        with contextlib.suppress(Exception):
-            self._second.set(ALARM, str(self.rank))
+        within(ANSWER_S, lambda: self._second.set(ALARM, str(self.rank)), None)
 
     def alarmed(self) -> int | None:
-        """The rank that gave an alarm, if any did."""
-        try:
-            return int(self._second.get(ALARM)) if self._second.check([ALARM]) else None
-        except Exception:  # noqa: BLE001 (the store went down with the rank that kept it)
+        """The rank that gave an alarm, if any did and the store can say so."""
+        if self._silent:
             return None
+        nothing = object()
+        found = within(
+            ANSWER_S, lambda: int(self._second.get(ALARM)) if self._second.check([ALARM]) else None, nothing
+        )
+        self._silent = found is nothing  # it went down, or froze, with the rank that kept it
+        return found if isinstance(found, int) else None
 
-    def reports(self, mine: str) -> str:
+    def reports(self, mine: str) -> Reports:
         """What everyone was doing."""
         return reports(self._second, self.rank, self.world, mine)
