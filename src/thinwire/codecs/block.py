@@ -138,6 +138,10 @@ class Block(Blocked):
     def agreement(self, numel: int) -> int:
         return self._blocks(numel) if self.scaling.shared else 0
 
+    @property
+    def holds_sums(self) -> bool:
+        return self.scaling.margin == "world" and self.scaling.choose != "fixed"
+
     def agreed_before(self, offset: int) -> int:
         return offset // self.block if self.block else 0
 

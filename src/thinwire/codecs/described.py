@@ -148,6 +148,11 @@ class Described(abc.ABC):
         del numel
         return 0
 
+    @property
+    def holds_sums(self) -> bool:
+        """Whether an agreed scale has room for the sum over all ranks, not only for what each of them has."""
+        return False
+
     def agreed_before(self, offset: int) -> int:
         """How many of a vector's agreed integers are of blocks that end before an offset."""
         del offset

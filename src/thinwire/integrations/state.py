@@ -22,6 +22,7 @@ from thinwire.errors import InputError
 from thinwire.integrations.routes import Route
 from thinwire.runtimes.arguments import codec_of, laid_out
 from thinwire.schedules.seat import Cut
+from thinwire.schedules.traits import taken_early
 
 if TYPE_CHECKING:
     from thinwire.integrations.wire import Wire
@@ -102,7 +103,8 @@ def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: 
             start += numels[0]
         elif stage == "reduced":
             start += Cut(codec, sum(numels), world).start(rank)
-            weight = 1.0 if codec.agreement(sum(numels)) else float(world)
+            shared = bool(codec.agreement(sum(numels)))  # otherwise it is of the mean
+            weight = 1.0 / taken_early(codec, world) if shared else float(world)
         found[start : start + held.numel()] += weight * held.reshape(-1)
     return found.view(shape[::-1]).t().contiguous() if turned else found.view(shape)
 

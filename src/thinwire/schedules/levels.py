@@ -46,13 +46,19 @@ def hierarchical(x: Tensor, seat: Seat, light: Codec) -> Exchanges:
 
 
 def _between(shard: Tensor, seat: Seat, place: int, start: int) -> Exchanges:
-    """The same place of every node."""
-    nodes, codec = seat.world // seat.inside, seat.codec
+    """The same place of every node.
+
+    A shared scale without room for sums takes the mean of a node, which is made a sum again by the weight.
+    """
+    nodes, codec, weight = seat.world // seat.inside, seat.codec, seat.weight
+    if seat.shared is not None and not codec.holds_sums:
+        shard *= 1.0 / seat.inside
+        weight *= seat.inside
     items = [Item(shard.numel(), seat.channel, f"{seat.name}/far")] if shard.numel() else []
     agreed = None
     if seat.shared is not None:
         agreed = Agreed({codec.spec: seat.shared[codec.agreed_before(start) :]}, {0: 0})
-    batch = Batch(items, seat.rank // seat.inside, nodes, seat.weight)
+    batch = Batch(items, seat.rank // seat.inside, nodes, weight)
     schedule = one_shot if is_sparse(codec) or nodes == 2 else two_shot
     steps = schedule(Use(batch, seat.buffers.part(FAR)).begin([shard], seat.rng, agreed))
     yield from among(steps, range(place, seat.world, seat.inside))

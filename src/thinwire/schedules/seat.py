@@ -15,6 +15,7 @@ from torch import Tensor
 from thinwire.channel import Channel
 from thinwire.codecs import Codec
 from thinwire.rounding import Stream
+from thinwire.schedules.traits import taken_early
 
 FEW = 1 << 12  #: elements that take less time than a call
 
@@ -165,15 +166,15 @@ class Seat:
 
     @property
     def early(self) -> float:
-        """The part of the weight that goes in before anything is encoded again.
+        """The part of the weight that goes in before anything is encoded again; `late` is the rest.
 
-        A shared scale leaves room for the sum, so there the mean is taken at the very end.
+        All of it, but what goes under a shared scale has to fit there, whatever the weight.
         """
-        return 1.0 if self.shared is not None else self.weight
+        return self.weight if self.shared is None else taken_early(self.codec, self.world)
 
     @property
     def late(self) -> float:
-        return self.weight if self.shared is not None else 1.0
+        return 1.0 if self.shared is None else self.weight / self.early
 
     def cut(self, numel: int) -> Cut:
         return Cut(self.codec, numel, self.world)

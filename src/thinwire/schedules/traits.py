@@ -15,6 +15,15 @@ def is_cast(codec: Codec) -> bool:
     return isinstance(codec, Cast)
 
 
+def taken_early(codec: Codec, world: int) -> float:
+    """By what a sum is multiplied before it is encoded with a scale that ranks agreed on.
+
+    A scale with room for the sum takes it as it is. Any other fits what every rank has, and so their mean:
+    that is what is encoded then, also on the way to a sum.
+    """
+    return 1.0 if codec.holds_sums else 1.0 / world
+
+
 def is_bound(codec: Codec) -> bool:
     """Whether the codec is for one shape, so that a part of the tensor means nothing to it."""
     return codec.for_shape((1,)) != codec and codec.grain == 0

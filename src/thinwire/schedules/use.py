@@ -13,6 +13,7 @@ from thinwire.rounding import Stream
 from thinwire.schedules.batch import Agreed, Batch, Legs, Rows
 from thinwire.schedules.exchange import Request
 from thinwire.schedules.seat import Buffers, Seat
+from thinwire.schedules.traits import taken_early
 
 
 def use(batch: Batch, buffers: Buffers) -> "Use":
@@ -97,7 +98,7 @@ class Use:
 
         for rows in self._run("reduce", legs, call):
             codec, shared = rows.codec, self._shares(rows)
-            early = 1.0 if shared else weight  # a shared scale has room for the sum
+            early = taken_early(codec, world) if shared else weight
             total = self.buffer("total", rows.segments.numel, torch.float32)
             codec.decode_segments(wires, total, rows.segments, early, world, stride)
             if not codec.feedback and not shared:
@@ -111,7 +112,7 @@ class Use:
             return rows.codec.decoder(wires, self.vectors[rows.vector], rows.segments, 1.0, 1, 0)
 
         for rows in self._run("decode", legs, call, held=False):
-            weight = self.batch.weight  # of a shared scale, which had room for the sum
+            weight = self.batch.weight / taken_early(rows.codec, self.batch.world)  # of a shared scale
             rows.codec.decode_segments(wires, self.vectors[rows.vector], rows.segments, weight)
 
     def add_up(self, legs: Legs, wires: Tensor, stride: int) -> None:
