@@ -253,3 +253,51 @@ def test_casts_are_added_in_their_own_precision(spec):
         expected = expected + x.to(dtype)  # torch adds in float32 and rounds
     local.all_reduce(ranks, spec, "sum", "accumulate/sequential")
     assert torch.equal(ranks[0], expected.float())
+
+
+# Scales that are not powers of two, or not of the data
+
+
+@pytest.mark.parametrize("order", ["sequential", "ring", "tree", "2", "sequential+kahan"])
+@pytest.mark.parametrize("spec", ["int8~shared~world", "int8~bf16~shared~world", "int8~pow2~shared~world"])
+def test_integers_under_any_shared_scale_are_added_exactly(spec, order):
+    """A scale in float32 is not read as an exponent: the result is the sum of all codes, times the scale."""
+    world, codec = 5, codecs.get(spec)
+    ranks = [torch.randn(300, generator=torch.Generator().manual_seed(i)) for i in range(world)]
+    shared = codec.summary(torch.stack(ranks), world).amax(0)
+    wires = torch.stack([codec.encode(x, shared=shared) for x in ranks])
+    exact = torch.stack([codec.decode(wire, 300).double() for wire in wires]).sum(0)
+    local.all_reduce(ranks, codec, "sum", f"accumulate/{order}")
+    assert all(torch.equal(x, ranks[0]) for x in ranks)
+    torch.testing.assert_close(ranks[0].double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", ["fixed2.6", "fixed2.6~shared", "fixed2.6~shared~world"])
+def test_a_fixed_scale_is_one_whether_shared_or_not(spec):
+    ranks = [torch.linspace(-0.3, 0.3, 40) for _ in range(4)]
+    expected = 4 * formats.get("fixed2.6").round(ranks[0])
+    local.all_reduce(ranks, spec, "sum", "accumulate/sequential")
+    assert torch.equal(ranks[0], expected)
+
+
+@pytest.mark.parametrize("spec", ["int8~shared~world", "fixed2.6", "fixed2.6~shared", "aps/e3m0"])
+def test_formats_without_nan_do_not_hide_a_bad_number(spec):
+    for bad in (math.nan, math.inf):
+        ranks = [torch.full((10,), 0.1) for _ in range(4)]
+        ranks[2][3] = bad
+        local.all_reduce(ranks, spec, "sum", "accumulate/tree")
+        assert not any(bool(x[3].isfinite()) for x in ranks)
+
+
+@pytest.mark.parametrize("spec", ["int8~shared~world", "aps/e4m3", "bf16"])
+def test_zeros_and_nothing_at_all_have_sums(spec):
+    for order in ("sequential", "ring", "tree", "2"):
+        ranks = [torch.zeros(10) for _ in range(4)]
+        local.all_reduce(ranks, spec, "avg", f"accumulate/{order}")
+        assert torch.equal(ranks[0], torch.zeros(10))
+        some = [torch.empty(4, 0), torch.ones(4, 3)]
+        found = local.all_reduce_rows(some[:1], spec, "avg", f"accumulate/{order}", names=["a"])
+        assert found[0].shape == (0,)
+        found = local.all_reduce_rows(some, spec, "avg", f"accumulate/{order}", names=["a", "b"])
+        assert found[0].shape == (0,)
+        torch.testing.assert_close(found[1], torch.ones(3), rtol=0.1, atol=0)

@@ -234,6 +234,19 @@ class Block(Blocked):
             scales = self._stored(found, factor)
         block_reference._put(wire, plan.scales_at, scales)
 
+    def scales(self, wires: Tensor, numel: int) -> Tensor:
+        """The scales in wires [rows, nbytes], as float32 [rows, blocks]."""
+        return block_reference.stored_scales(self._params, wires, self.plan(numel))
+
+    def unscaled(self, wires: Tensor, numel: int) -> Tensor:
+        """`decode` of wires [rows, nbytes], but for the scales: numbers of the format, exactly."""
+        ones = torch.ones((wires.shape[0], self._blocks(numel)), device=wires.device)
+        plain = wires.clone()
+        block_reference._put(
+            plain, self.plan(numel).scales_at, block_reference.store_scales(self._params, ones)
+        )
+        return self.decode(plain, numel)
+
     def _stored(self, scales: Tensor, factor: Tensor | None) -> Tensor:
         """`block_reference.store_scales`, with the fast kernel for scales that are floats themselves."""
         if factor is None:

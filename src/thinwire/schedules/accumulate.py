@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Block
+from thinwire.codecs import Block, Codec
 from thinwire.formats import Format
 from thinwire.rounding import Rounding
 from thinwire.schedules.seat import Seat
@@ -50,14 +50,16 @@ def combine(
         for wire, seat, out in zip(wires, seats, outs, strict=True):
             combine([wire], [seat], [out], order=order, kahan=kahan)
         return
-    units = [_unit(seat, out.device) for seat, out in zip(seats, outs, strict=True)]
-    parts = list(zip(wires, seats, units, outs, strict=True))
+    parts = list(zip(wires, seats, outs, strict=True))
+    units = [_unit(wire, seat.codec, out.numel()) for wire, seat, out in parts]
 
     def decoded(first: int, last: int) -> Tensor:
-        found = [seat.codec.decode(wire[first:last], out.numel()) / unit for wire, seat, unit, out in parts]
+        found = [_numbers(wire[first:last], seat.codec, out.numel()) for wire, seat, out in parts]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     world, numel = seats[0].world, sum(out.numel() for out in outs)
+    if not numel:
+        return
     rows = max(1, AT_ONCE // numel)
     values = decoded(0, world) if world <= rows or order == "ring" else Lazy(decoded, world, rows)
     total = sum_rounded(values, order, _rounding(seats[0]), kahan=kahan)
@@ -162,10 +164,13 @@ def _rounding(seat: Seat) -> Round:
     return lambda values: values.to(codec.torch_dtype).float()  # type: ignore[attr-defined]
 
 
-def _unit(seat: Seat, device: torch.device) -> Tensor:
-    """The shared scale, a power of two; plain casts have none."""
-    if seat.shared is None:
-        return torch.ones(1, device=device)
-    shared = seat.shared.to(device)
-    exponent = shared.int() - 127
-    return torch.where(shared == 255, torch.nan, torch.ldexp(torch.ones(1, device=device), exponent))
+def _unit(wires: Tensor, codec: Codec, numel: int) -> Tensor:
+    """The scale that all wires have; NaN if any has that. Plain casts have none."""
+    if not isinstance(codec, Block) or not numel:
+        return torch.ones(1, device=wires.device)
+    return codec.scales(wires, numel).amax(0)
+
+
+def _numbers(wires: Tensor, codec: Codec, numel: int) -> Tensor:
+    """What is added: numbers of the format, without their scale."""
+    return codec.unscaled(wires, numel) if isinstance(codec, Block) else codec.decode(wires, numel)
