@@ -614,6 +614,33 @@ def test_what_is_sent_and_what_is_owed_add_up(schedule):
     assert float(given.sum() - seen.sum()) == pytest.approx(owed, abs=1e-3)
 
 
+@pytest.mark.parametrize(("world", "numel"), [(2, 100), (4, 100), (4, 20_000)])
+@pytest.mark.parametrize("spec", ["bf16+ef", "fp16+ef", "bf16+ef:bf16"])
+def test_casts_with_feedback_feed_back_on_the_schedule_that_auto_chooses(spec, world, numel):
+    """1 and a part too small for the format: a step rounds to 1, many steps add up to all of it."""
+    small, steps = {"b": 2.0**-10, "f": 2.0**-13}[spec[0]], 61
+    kept, seen = channels(codecs.get(spec), world), 0.0
+    for _ in range(steps):
+        results = reduced([torch.full((numel,), 1.0 + small)] * world, kept, "avg")
+        assert alike(results)
+        seen += float(results[0].double().mean()) / steps
+    assert any(bool(each.any()) for channel in kept for each in channel.residuals.values())
+    assert seen == pytest.approx(
+        1.0 + small, abs=2 * 8 * small / steps
+    )  # at most a step is owed, on two ways
+
+
+def test_native_refuses_a_feedback_that_it_would_ignore():
+    for spec in ("bf16+ef", "fp16+ef", "bf16+ef:8bit"):
+        with pytest.raises(
+            ScheduleError, match=r"feedback of .* would be ignored.* These can: one_shot, two_shot"
+        ):
+            reduced(ranks_of(2, 10), spec, "avg", "native")
+    ranks = ranks_of(2, 10)  # fp32 rounds nothing that could be fed back
+    assert digest(reduced(ranks, "fp32+ef", "avg", "native")[0]) == digest(reduced(ranks, "fp32", "avg")[0])
+    assert schedules.get("low_rank/2", codecs.get("bf16+ef")).spec == "low_rank/2"  # its error is its own
+
+
 @pytest.mark.parametrize("schedule", ["one_shot", "two_shot"])
 @pytest.mark.parametrize("spec", ["int4/128+ef", "int4~shared+ef", "int4/128~shared~sqrt+ef", "aps/e3m0+ef"])
 def test_the_mean_of_all_debts_is_what_the_mean_gradient_is_still_owed(spec, schedule):

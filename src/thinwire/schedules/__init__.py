@@ -37,7 +37,7 @@ from thinwire.schedules.levels import hierarchical
 from thinwire.schedules.low_rank import low_rank
 from thinwire.schedules.reduce import native, one_shot, ring, tree, two_shot, two_shot_of_rows
 from thinwire.schedules.seat import Buffers, Cut, Seat
-from thinwire.schedules.traits import is_bound, is_cast, is_sparse
+from thinwire.schedules.traits import feeds_back, is_bound, is_cast, is_sparse
 from thinwire.schedules.use import Use
 
 __all__ = [
@@ -87,6 +87,14 @@ def _in_parts(codec: Codec) -> str:
 
 def _summed(codec: Codec) -> str:
     return "" if is_cast(codec) else f"the network cannot add {codec.name} wires"
+
+
+def _summed_at_once(codec: Codec) -> str:
+    if feeds_back(codec):
+        return (
+            f"sums that the network makes leave no residual, so the feedback of {codec.spec} would be ignored"
+        )
+    return _summed(codec)
 
 
 def _sparse(codec: Codec) -> str:
@@ -161,7 +169,7 @@ def _plain(schedule: Schedule) -> Callable[[str], Schedule]:
 
 
 _MAKERS: dict[str, Callable[[str], Schedule]] = {
-    "native": _plain(Schedule("native", apart(native), _summed, adds=True, steady=True)),
+    "native": _plain(Schedule("native", apart(native), _summed_at_once, adds=True, steady=True)),
     "one_shot": _plain(Schedule("one_shot", one_shot, _any, combine=add_up, batched=True, steady=True)),
     "two_shot": _plain(
         Schedule("two_shot", two_shot, _in_parts, of_rows=two_shot_of_rows, batched=True, steady=True)

@@ -1,7 +1,7 @@
 """Which schedule suits a codec, a size and a world, and why."""
 
 from thinwire.codecs import Codec
-from thinwire.schedules.traits import is_bound, is_cast, is_sparse
+from thinwire.schedules.traits import feeds_back, is_bound, is_cast, is_sparse
 
 SMALL_NBYTES = 1 << 16  #: what a rank may send to save an exchange
 
@@ -13,7 +13,7 @@ def choose(codec: Codec, numel: int, world: int) -> tuple[str, str]:
     >>> choose(codecs.get("int8/256"), 25_000_000, 8)[0]
     'two_shot'
     """
-    if is_cast(codec):
+    if is_cast(codec) and not feeds_back(codec):
         return "native", f"the network itself can add {codec.name} numbers"
     if is_sparse(codec):
         return "sparse", "a few elements from every rank are gathered and added where they belong"

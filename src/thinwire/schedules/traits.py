@@ -1,5 +1,7 @@
 """What a schedule needs to know of a codec."""
 
+import torch
+
 from thinwire.codecs import Cast, Codec, DctTopK, MSTopK, RandomK, Threshold, TopK
 
 SPARSE = (TopK, MSTopK, RandomK, Threshold, DctTopK)
@@ -13,6 +15,11 @@ def is_sparse(codec: Codec) -> bool:
 def is_cast(codec: Codec) -> bool:
     """Whether a network can add wires as they are."""
     return isinstance(codec, Cast)
+
+
+def feeds_back(codec: Codec) -> bool:
+    """Whether what its rounding leaves over has to be sent later; fp32 leaves nothing."""
+    return bool(codec.feedback) and not (isinstance(codec, Cast) and codec.torch_dtype == torch.float32)
 
 
 def taken_early(codec: Codec, world: int) -> float:
