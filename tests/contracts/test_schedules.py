@@ -614,6 +614,64 @@ def test_what_is_sent_and_what_is_owed_add_up(schedule):
     assert float(given.sum() - seen.sum()) == pytest.approx(owed, abs=1e-3)
 
 
+@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("light", ["fp32", "bf16", "int8/256", "int4/128"])
+def test_what_is_rounded_inside_a_node_is_owed_too(light, world):
+    """Over all slots, as above; of the result all nodes owe the same, which counts once."""
+    kept, numel = channels(codecs.get("onebit/64+ef"), world), 1024
+    given, seen = 0.0, 0.0
+    for step in range(5):
+        ranks = ranks_of(world, numel, first=10 * step)
+        given += float(total(ranks).sum())
+        results = reduced(ranks, kept, "sum", f"hierarchical/2:{light}")
+        assert alike(results)
+        seen += float(results[0].double().sum())
+    nodes = [
+        torch.cat(
+            [channel.residuals.get("tensor/near/result", torch.zeros(512)) for channel in kept[i : i + 2]]
+        )
+        for i in range(0, world, 2)
+    ]
+    assert alike(nodes)
+    assert bool(nodes[0].any()) == (light != "fp32")
+    slots = [channel.residuals.items() for channel in kept]
+    owed = sum(float(x.double().sum()) for each in slots for slot, x in each if "near/result" not in slot)
+    assert given - seen == pytest.approx(owed + float(nodes[0].double().sum()), abs=1e-2)
+
+
+@pytest.mark.parametrize("spec", ["int4/128+ef", "onebit/64+ef", "int4~shared+ef", "topk/0.1+ef:bf16"])
+@pytest.mark.parametrize("light", ["bf16", "int8/256"])
+def test_with_feedback_roundings_inside_nodes_do_not_pile_up(light, spec):
+    """What is still missing after many steps is no more than after few."""
+    ranks = ranks_of(4, 2000)
+    kept, seen, missing = channels(codecs.get(spec), 4), torch.zeros(2000, dtype=torch.float64), []
+    for step in range(1, 241):
+        seen += reduced(ranks, kept, "avg", f"hierarchical/2:{light}")[0].double()
+        missing.append(float((step * total(ranks) / 4 - seen).norm()))
+    assert max(missing[160:]) < 1.3 * max(missing[40:80])
+
+
+@pytest.mark.parametrize(("world", "inside"), [(6, 3), (9, 3), (8, 4), (12, 3)])
+@pytest.mark.parametrize("light", ["fp32", "bf16", "int8/256"])
+@pytest.mark.parametrize("spec", ["fp32", "int8/256", "int8~shared", "aps/e4m3"])
+def test_nodes_of_more_than_two_ranks_come_near_the_mean_of_all(spec, light, world, inside):
+    """A mean in float64, and every rounding on the way: twice inside a node, once or twice between them.
+
+    Blocks of 256 are whole in shards. One rounding is off by at most r of the largest magnitude of its block,
+    and magnitudes grow by no more than that: see the test of errors above.
+    """
+    codec, numel, nodes = codecs.get(spec), 3000, world // inside
+    ranks = ranks_of(world, numel)
+    results = reduced(ranks, codec, "avg", f"hierarchical/{inside}:{light}")
+    assert alike(results)
+    largest = float(torch.stack(ranks).abs().max())
+    far = {"fp32": 0.0, "aps/e4m3": 2.0**-4 + 2.0**-10}.get(spec, 1 / 254)
+    near = {"fp32": 0.0, "bf16": 2.0**-8, "int8/256": 1 / 254}[light]
+    allowed = largest * ((1 + near) ** 2 * (1 + far) ** (1 if nodes == 2 else 2) - 1 + 4 * world * UNIT)
+    off = (results[0].double() - total(ranks) / world).abs()
+    assert bool((off <= allowed).all())
+
+
 @pytest.mark.parametrize(("world", "numel"), [(2, 100), (4, 100), (4, 20_000)])
 @pytest.mark.parametrize("spec", ["bf16+ef", "fp16+ef", "bf16+ef:bf16"])
 def test_casts_with_feedback_feed_back_on_the_schedule_that_auto_chooses(spec, world, numel):

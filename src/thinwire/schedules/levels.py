@@ -4,19 +4,25 @@ Ranks of a node follow one another (`inside` of them). Inside, vectors are added
 encoded; only sums of whole nodes cross the slow links, encoded. Rank i of every node talks to rank i of
 the others, so all of them share the work.
 
+With feedback, what a lossy codec inside the node leaves of a rank's numbers and of the result is kept, too.
+
 For sparse codecs the exchange between nodes is a `one_shot`: dense inside, top-k between, as in the two-level
 sparse all-reduce of Shi et al. (2020). So it is between two nodes, where it costs no more than `two_shot`.
 """
 
+import functools
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from thinwire.channel import Channel
 from thinwire.codecs import Codec
 from thinwire.schedules.batch import Agreed, Batch, Item
 from thinwire.schedules.exchange import AllGather, AllToAll, Exchanges, among
 from thinwire.schedules.reduce import one_shot, two_shot
 from thinwire.schedules.seat import Cut, Seat
-from thinwire.schedules.traits import is_sparse
+from thinwire.schedules.traits import feeds_back, is_sparse
 from thinwire.schedules.use import Use
 
 FAR = -1  # buffers of the exchange between nodes
@@ -29,7 +35,10 @@ def hierarchical(x: Tensor, seat: Seat, light: Codec) -> Exchanges:
     near = range(node * seat.inside, (node + 1) * seat.inside)
     wires = seat.buffer("near", cut.nbytes, x)
     received = seat.buffer("from near", (seat.inside, cut.sizes[place]), x)
-    _encode_shards(light, x, cut, wires)
+    inner = _inner(seat, light)
+    for rank, numel in enumerate(cut.numels):
+        if numel:
+            inner.encode(cut.of(x, rank), f"{seat.name}/near/{rank}", out=cut.wire_of(wires, rank))
     yield AllToAll(wires, cut.sizes, received, near)
     shard = seat.buffer("shard", cut.numels[place], x, torch.float32)
     if shard.numel():
@@ -38,7 +47,7 @@ def hierarchical(x: Tensor, seat: Seat, light: Codec) -> Exchanges:
             light.decode_add(wire, shard)
     yield from _between(shard, seat, place, cut.start(place))
     if shard.numel():
-        light.encode(shard, out=cut.wire_of(wires, place))
+        inner.encode(shard, f"{seat.name}/near/result", out=cut.wire_of(wires, place))
     yield AllGather(wires, cut.sizes, near)
     for rank, numel in enumerate(cut.numels):
         if numel:
@@ -64,7 +73,15 @@ def _between(shard: Tensor, seat: Seat, place: int, start: int) -> Exchanges:
     yield from among(steps, range(place, seat.world, seat.inside))
 
 
-def _encode_shards(light: Codec, x: Tensor, cut: Cut, wires: Tensor) -> None:
-    for rank, numel in enumerate(cut.numels):
-        if numel:
-            light.encode(cut.of(x, rank), out=cut.wire_of(wires, rank))
+def _inner(seat: Seat, light: Codec) -> Channel:
+    """The codec inside a node with the channel's residuals, under names of its own.
+
+    What it leaves of a result is the same in every node, so replicas stay equal.
+    """
+    codec = _with_feedback(light, seat.codec.feedback)
+    return replace(seat.channel, codec=codec) if feeds_back(codec) else Channel(light)
+
+
+@functools.cache
+def _with_feedback(light: Codec, feedback: str) -> Codec:
+    return light.with_feedback(feedback)  # one codec for all steps, which keeps what it works out
