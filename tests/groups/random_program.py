@@ -118,7 +118,7 @@ class Player:
             assert len(result) == len(expected)
             for x, good, row in zip(result, expected, self.inputs(call, number) * len(result), strict=False):
                 if near:
-                    kinds = [x.dtype] + [torch.bfloat16] * (call["codec"] == "bf16")
+                    kinds = [x.dtype] + [torch.bfloat16] * call["codec"].startswith("bf16")
                     limit = 8 * max(torch.finfo(each).eps for each in kinds)
                     scale = max(each.double().norm().item() for each in (good, *row)) or 1.0
                     error = (x.double() - good.double()).norm() / scale

@@ -26,10 +26,13 @@ from thinwire.schedules.choose import choose
 PROGRAM = Path(__file__).with_name("random_program.py")
 WORLD, MOST_CALLS, MOST_NUMEL = 3, 8, 5000
 PROGRAMS, WALL_S, PROGRAM_S, START_S = 200, 150, 30, 60
-CODECS = "fp32", "bf16", "int8/256", "int4/128~sr", "aps/e5m2", "qsgd4/512", "topk/0.01+ef", "mxfp8"
+CODECS = (
+    "fp32", "bf16", "int8/256", "int4/128~sr", "aps/e5m2", "qsgd4/512", "topk/0.01+ef", "mxfp8", "fp8lm",
+    "int8~shared", "qsgd8~shared", "bf16+ef",
+)  # fmt: skip
 SCHEDULES = (
     "auto", "native", "one_shot", "two_shot", "ring", "tree", "hierarchical", "hierarchical/3",
-    "hierarchical/1", "sparse", "accumulate/sequential", "low_rank/2",
+    "hierarchical/1", "hierarchical/3:int8/256", "sparse", "accumulate/sequential", "low_rank/2",
 )  # fmt: skip
 DTYPES = "float32", "bfloat16", "float16"
 MOVES = "broadcast", "all_gather", "reduce_scatter", "all_to_all"
