@@ -400,6 +400,21 @@ def waits_at_other_places(rank, world):
     assert second.eq(world).all()
 
 
+def compiled(rank, world):
+    """Collectives in a function that is compiled: torch.compile leaves them as they are."""
+
+    def step(x):
+        y = x * 2
+        thinwire.all_reduce(y, "int8/256", "avg")
+        return thinwire.functional.all_reduce(y + 1, "int8/256", "sum") - y
+
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    wanted, fast = step(x), torch.compile(step, backend="eager")
+    for _ in range(3):
+        assert torch.equal(fast(x), wanted)
+    del world
+
+
 def called_back(rank, world):
     """A callback that blocks would wait for itself; one that does not is fine."""
     good(world)
@@ -529,7 +544,7 @@ STEPS = {
     each.__name__: Scenario(each)
     for each in (
         thousand, ahead_on_a_ring, ahead_on_a_tree, ahead_with_a_new_call, ahead_with_an_agreement,
-        ahead_with_a_sum, waits_at_other_places, called_back,
+        ahead_with_a_sum, waits_at_other_places, called_back, compiled,
     )
 }  # fmt: skip
 FAMILIES = {"killed": KILLED, "training": TRAINING, "disagree": DISAGREE, "ends": ENDS, "steps": STEPS}

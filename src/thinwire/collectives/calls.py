@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.outside import outside_of_graphs
 from thinwire.errors import InputError
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
@@ -17,6 +18,7 @@ from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import Exchanges, Schedule, Seat, moves
 
 
+@outside_of_graphs
 def all_reduce(
     tensor: Tensor | Sequence[Tensor],
     codec: AnyCodec,
@@ -45,6 +47,7 @@ def all_reduce(
     return work if async_op or not work.wait() else None
 
 
+@outside_of_graphs
 def reduce_scatter(
     output: Tensor,
     input: Tensor | Sequence[Tensor],
@@ -76,6 +79,7 @@ def reduce_scatter(
     return _go(_single(call, steps, seat, output, after), here, async_op)
 
 
+@outside_of_graphs
 def all_gather(
     output: Tensor | Sequence[Tensor],
     input: Tensor,
@@ -104,6 +108,7 @@ def all_gather(
     return _go(_single(call, steps, seat, output, after), here, async_op)
 
 
+@outside_of_graphs
 def all_to_all(  # noqa: PLR0913
     output: Tensor | Sequence[Tensor],
     input: Tensor | Sequence[Tensor],
@@ -138,6 +143,7 @@ def all_to_all(  # noqa: PLR0913
     return _go(job, here, async_op)
 
 
+@outside_of_graphs
 def broadcast(
     tensor: Tensor,
     src: int,
@@ -161,6 +167,7 @@ def broadcast(
     return _go(_single(call, steps, seat, tensor, after), here, async_op)
 
 
+@outside_of_graphs
 def send(
     tensor: Tensor,
     dst: int,
@@ -175,6 +182,7 @@ def send(
     here.run_apart(job, number)
 
 
+@outside_of_graphs
 def recv(
     tensor: Tensor,
     src: int,
@@ -188,6 +196,7 @@ def recv(
     here.run_apart(job, number)
 
 
+@outside_of_graphs
 def isend(
     tensor: Tensor,
     dst: int,
@@ -202,6 +211,7 @@ def isend(
     return here.submit_apart(job, number)
 
 
+@outside_of_graphs
 def irecv(
     tensor: Tensor, src: int, codec: AnyCodec, group: Group | None = None, *, name: str = "tensor"
 ) -> Letter:

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import calls
+from thinwire.collectives.outside import outside_of_graphs
 from thinwire.runtimes import arguments
 from thinwire.runtimes.arguments import AnyCodec
 from thinwire.runtimes.lines import Group, line
 
 
+@outside_of_graphs
 def all_reduce(tensor: Tensor, codec: AnyCodec, *args: Any, **options: Any) -> Tensor:
     """The sum or mean over all ranks; arguments as for `thinwire.all_reduce`, but for `async_op`."""
     out = tensor.detach().clone()
@@ -23,6 +25,7 @@ def all_reduce(tensor: Tensor, codec: AnyCodec, *args: Any, **options: Any) -> T
     return out
 
 
+@outside_of_graphs
 def reduce_scatter(
     input: Tensor | Sequence[Tensor],
     codec: AnyCodec,
@@ -38,6 +41,7 @@ def reduce_scatter(
     return out
 
 
+@outside_of_graphs
 def all_gather(input: Tensor, codec: AnyCodec, group: Group | None = None, **options: Any) -> Tensor:
     """Inputs of all ranks, which are of one shape, stacked."""
     here = line(group, arguments.check([input]))
@@ -46,6 +50,7 @@ def all_gather(input: Tensor, codec: AnyCodec, group: Group | None = None, **opt
     return out
 
 
+@outside_of_graphs
 def broadcast(tensor: Tensor, src: int, codec: AnyCodec, *args: Any, **options: Any) -> Tensor:
     """The tensor of rank `src`, as it looks decoded."""
     out = tensor.detach().clone()
