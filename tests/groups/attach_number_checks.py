@@ -170,7 +170,7 @@ def noop(rank, world):
 
 STATS = {
     "policy", "world", "step", "steps", "sent_nbytes", "fp32_nbytes", "ratio", "step_s", "seconds", "overlap",
-    "layers", "uncompressed", "level", "auto", "buffers_nbytes", "residuals_nbytes",
+    "usual_s", "layers", "uncompressed", "level", "auto", "buffers_nbytes", "residuals_nbytes",
 }  # fmt: skip
 LAYER = {
     "codec", "schedule", "numel", "wire_nbytes", "error", "snr_db", "true_error", "residual_norm", "why",
@@ -199,6 +199,11 @@ def counts(rank, world):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         wire.summary()
+    assert bool(said.getvalue()) == (rank == 0)
+    with contextlib.redirect_stdout(said):
+        wire.summary(everywhere=True)
+    assert repr(wire).startswith("<thinwire.Wire int4: 11 steps, ")
+    assert len(repr(wire)) < 80
     for text in ("int4: 11 steps", "not compressed: 2 tensors", "w3", "int4/128+ef"):
         assert text in said.getvalue(), said.getvalue()
     if rank == 0:

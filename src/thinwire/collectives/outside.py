@@ -1,4 +1,4 @@
-"""Calls that `torch.compile` leaves as they are: a graph ends before each of them and another begins after."""
+"""Calls that `torch.compile` leaves as they are: a graph ends before each of them, and another begins."""
 
 import functools
 from collections.abc import Callable

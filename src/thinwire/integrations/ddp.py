@@ -129,4 +129,9 @@ def _first_line(wire: Wire, tensors: list[Tensorlike]) -> str:
     encoded = sum(rule.codec != "fp32" for rule in rules)
     sent = sum(wire_nbytes(rule, tensor.shape) for rule, tensor in zip(rules, tensors, strict=True))
     share = sent / max(1, sum(4 * tensor.numel for tensor in tensors))
+    if not encoded and any(rule.codec != "fp32" for rule in chosen.rules):
+        why = "; ".join(sorted({rule.why for rule in rules if rule.why})) or "no rule takes them"
+        return (
+            f"thinwire: {chosen.name}: all {len(tensors)} tensors stay in fp32 ({why}): nothing is compressed"
+        )
     return f"thinwire: {chosen.name}: compressing {encoded} of {len(tensors)} tensors, {share:.1%} of bytes"

@@ -21,6 +21,7 @@ from thinwire.clock import Clock, Event, elapsed, event
 from thinwire.codecs import Codec
 from thinwire.rounding import Stream
 
+FIRST = 2  #: steps that are not like later ones
 RECENT = 200  #: steps that medians are of
 SAMPLE = 1 << 16  #: elements of a tensor that an error is measured on
 CPU = torch.device("cpu")
@@ -92,6 +93,7 @@ class Meter:
     always: bool = False  #: whether every step of a GPU is looked at
     _waited_s: float = 0.0
     _waited_steps: int = 0
+    _before: dict[str, float] = field(default_factory=dict)  #: seconds of the first steps, on a CPU
     _unread: deque[Step] = field(default_factory=lambda: deque(maxlen=64))
     _begun: deque["float | Event"] = field(default_factory=lambda: deque(maxlen=RECENT + 1))
 
@@ -103,6 +105,8 @@ class Meter:
         """At the first bucket of a backward pass."""
         if self.step is not None:
             self._unread.append(self.step)
+        if self.steps == FIRST and device.type == "cpu":
+            self._before = self.seconds()
         self.clock.begin_step()
         self.clock.samples |= self.always
         now = self._now(device, wanted=True)
@@ -147,6 +151,15 @@ class Meter:
     def seconds(self) -> dict[str, float]:
         """Totals so far."""
         return {**self.clock.seconds(), "wait": self.wait_s()}
+
+    def usual_s(self) -> dict[str, float]:
+        """Seconds of a step, as they are once the first few are past, which load and compile things."""
+        steps = self.steps - FIRST if self._before and self.steps > FIRST else 0
+        before = self._before if steps else {}
+        return {
+            kind: (s - before.get(kind, 0.0)) / (steps or max(1, self.steps))
+            for kind, s in self.seconds().items()
+        }
 
     def overlap(self) -> float:
         """The share of communication that was hidden behind computing."""

@@ -20,7 +20,8 @@ def describe(wire: "Wire") -> dict[str, Any]:
 
     `steps` are those that bytes and seconds were counted in, since attaching; `step` is that of the run.
     `seconds` are totals: encode, wire and decode of the thread (on a GPU: the streams) that communicates,
-    wait of training itself. `buffers_nbytes` are kept for wires, `residuals_nbytes` for error feedback.
+    wait of training itself; `usual_s` are those of a step, without the first two. `buffers_nbytes` are kept
+    for wires, `residuals_nbytes` for error feedback.
     `error` is what one round trip through the codec loses, measured every 100 steps; `true_error` that of
     the reduced gradient against float32, in shadow mode. `auto` is what it weighed and chose.
     """
@@ -52,6 +53,7 @@ def brief(wire: "Wire") -> dict[str, Any]:
         "ratio": meter.fp32_nbytes / meter.sent_nbytes if meter.sent_nbytes else 1.0,
         "step_s": meter.step_s(),
         "seconds": meter.seconds(),
+        "usual_s": meter.usual_s(),
         "overlap": meter.overlap(),
     }
 

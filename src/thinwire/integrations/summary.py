@@ -30,11 +30,12 @@ def headline(stats: Mapping[str, Any]) -> str:
 
 
 def _head(stats: Mapping[str, Any]) -> Group:
-    steps, lines = max(1, stats["steps"]), [headline(stats)]
+    lines = [headline(stats)]
     if stats["step_s"] is not None:
         lines.append(f"a step takes {stats['step_s'] * 1e3:,.1f} ms (median)")
-    times = ", ".join(f"{name} {1e3 * each / steps:,.2f}" for name, each in stats["seconds"].items())
-    lines.append(f"ms of a step: {times}; {stats['overlap']:.0%} of communication is hidden behind computing")
+    times = ", ".join(f"{name} {1e3 * each:,.2f}" for name, each in stats["usual_s"].items())
+    hidden = f"{stats['overlap']:.0%} of communication is hidden behind computing"
+    lines.append(f"ms of a step, on average after the first two: {times}; {hidden}")
     left = stats["uncompressed"]
     if left["tensors"]:
         why = "; ".join(f"{count}: {reason}" for reason, count in left["why"].items())

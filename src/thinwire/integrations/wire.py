@@ -41,7 +41,7 @@ SAMPLES = 8  #: tensors of a bucket that are measured in one step, on a GPU
 BOARD_EVERY = 10  #: steps between lines for TensorBoard
 
 
-@dataclass
+@dataclass(repr=False)
 class Wire:
     """The handle that `attach` returns: counts, residuals, and the work of the hook."""
 
@@ -72,6 +72,10 @@ class Wire:
         if self.shadow < 0:
             raise InputError(f"shadow counts steps: 0 for never, or 10 for every tenth; not {self.shadow}")
         self.router.follow(self.policy)
+
+    def __repr__(self) -> str:
+        sent = f"{self.meter.sent_nbytes / 1e6:,.1f} MB sent"
+        return f"<thinwire.{type(self).__name__} {self.policy.name}: {self.step} steps, {sent}>"
 
     def follow(self, policy: Policy) -> None:
         """Use another policy from the next bucket on; residuals move with their tensors."""
@@ -325,9 +329,10 @@ class Wire:
         """What this rank sent and what it took: plain numbers, for a log or a page (see `stats.describe`)."""
         return describe(self)
 
-    def summary(self) -> None:
-        """Print `stats` as a table."""
-        print_summary(self.stats())
+    def summary(self, *, everywhere: bool = False) -> None:
+        """Print `stats` as a table: on rank 0, or on every rank."""
+        if everywhere or self.rank == 0:
+            print_summary(self.stats())
 
     @property
     def sent_nbytes(self) -> int:
