@@ -10,15 +10,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thinwire import Channel, InputError, Stream, codecs, policy
 from thinwire.codecs import CODECS
 from thinwire.policy import Policy, Rule
-from thinwire.runtimes import job, local
+from thinwire.runtimes import arguments, job, local
 from thinwire.schedules import SCHEDULES, get
 from thinwire.schedules.choose import choose
 from thinwire.simulate import Nodes, convert
 
 WORLD = 6
+
+
+def serves(schedule, spec, shape):
+    """Whether a schedule takes a tensor of this shape."""
+    return not get(schedule).refuses(arguments.laid_out(codecs.get(spec), shape)[0])
+
+
 SPECS = (
     "bf16", "int8/256", "aps/e4m3", "aps/e3m0", "e4m3~offset0", "tree8", "qsgd4/512", "int4/128~sr",
-    "onebit/64+ef", "onebit/column+ef", "topk/0.1+ef",
+    "onebit/64+ef", "onebit/column+ef", "topk/0.1+ef", "onebit/column", "dct/64:8", "dct/16:4+ef",
 )  # fmt: skip
 ROUTES = [
     (spec, schedule)
@@ -32,7 +39,7 @@ ROUTES = [
         "accumulate/tree",
         "hierarchical/2",
     )
-    if schedule == "auto" or not get(schedule).refuses(local.codec_of(Channel(spec)))
+    if schedule == "auto" or serves(schedule, spec, (40, 30))
 ]
 
 
@@ -123,6 +130,50 @@ def test_shards_of_all_nodes_at_once_have_the_bits_of_two_shot(spec, monkeypatch
         assert all(torch.equal(ranks[0].nan_to_num(7.0), each.nan_to_num(7.0)) for each in ranks)
         assert torch.equal(ranks[0].nan_to_num(7.0), found.nan_to_num(7.0))
         assert torch.equal(ranks[0].signbit(), found.signbit())
+
+
+SHAPED = [
+    (spec, schedule)
+    for spec in (
+        "dct/64:8",
+        "onebit/column",
+        "onebit/column~mean",
+        "nvfp4",
+        "int8/256",
+        "qsgd8/64~shared",
+        "fp32",
+    )
+    for schedule in ("auto", "one_shot", "two_shot", "ring", "tree", "sparse")
+    if schedule == "auto" or serves(schedule, spec, (24, 40))
+]
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 512])
+@pytest.mark.parametrize(("spec", "schedule"), SHAPED)
+def test_rows_of_any_shape_have_the_bits_of_all_reduce(spec, schedule, piece, monkeypatch):
+    """Codecs that see a matrix in a tensor, and tensors that travel in pieces."""
+    monkeypatch.setattr(job, "PIECE", piece)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (40, 24), (70,), (6, 5, 4, 3), (1, 30), (2500,), (0, 3)]
+    if schedule != "auto":
+        shapes = [each for each in shapes if serves(schedule, spec, each)]
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = [torch.randn(WORLD, *shape, generator=generator).to(dtype) for shape in shapes]
+        names = [f"w{i}" for i in range(len(rows))]
+        expected = []
+        for each, name in zip(rows, names, strict=True):
+            ranks = list(each.clone())
+            local.all_reduce(ranks, spec, "avg", schedule, name=name, rng=Stream(1))
+            expected.append(ranks[0])
+        apart = [
+            local.all_reduce_rows([each.clone()], spec, "avg", schedule, names=[name], rng=Stream(1))[0]
+            for each, name in zip(rows, names, strict=True)
+        ]
+        together = local.all_reduce_rows(rows, spec, "avg", schedule, names=names, rng=Stream(1))
+        for one, other, third in zip(expected, apart, together, strict=True):
+            assert torch.equal(one, other), one.shape
+            assert torch.equal(one, third), one.shape
+            assert other.is_contiguous()
 
 
 def test_float32_is_the_sum_in_the_order_of_nodes():

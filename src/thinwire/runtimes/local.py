@@ -24,6 +24,7 @@ from thinwire.runtimes.arguments import (
     check,
     codec_of,
     is_mean,
+    laid_out,
     listed,
     schedule_of,
 )
@@ -42,7 +43,6 @@ from thinwire.schedules import (
 )
 from thinwire.schedules.exchange import arriving, fill, parts, starts
 from thinwire.schedules.gather import Combine
-from thinwire.schedules.traits import is_bound
 
 
 @dataclass(frozen=True)
@@ -116,55 +116,83 @@ def all_reduce_rows(
     world = len(rows[0])
     one = codec if isinstance(codec, str | Codec | Channel) else codec[0]
     found = codec_of(channel_of(one))
-    plans = [schedule_of(schedule, found, each[0].numel(), world) for each in rows]
-    combine = plans[0].combine
-    if world > 1 and combine and len(set(plans)) == 1 and _is_plain(one, found):
-        return _stacked(rows, found, 1.0 / world if is_mean(op) else 1.0, combine)
+    laid = [_Laid(each, *laid_out(found, tuple(each.shape[1:]))) for each in rows]
+    plans = [schedule_of(schedule, each.codec, each.rows[0].numel(), world) for each in laid]
+    plain = world > 1 and not isinstance(one, Channel) and all(each.is_plain for each in laid)
+    weight, combine = 1.0 / world if is_mean(op) else 1.0, plans[0].combine
+    if plain and combine and len(set(plans)) == 1:
+        return _stacked(laid, weight, plans[0], combine)
     results = []
-    for each, plan, name in zip(rows, plans, names, strict=True):
-        if world > 1 and plan.of_rows and _is_plain(one, found):
-            results.append(_of_rows(each, found, 1.0 / world if is_mean(op) else 1.0, plan))
+    for each, plan, name in zip(laid, plans, names, strict=True):
+        if plain and plan.of_rows:
+            results.append(_of_rows(each, weight, plan))
             continue
         codecs = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
         jobs = [
-            all_reduce_job([each[rank]], mine, op, plan, Rank(rank, world, 0, inside), name, rng)
+            all_reduce_job([each.rows[rank]], mine, op, plan, Rank(rank, world, 0, inside), name, rng)
             for rank, mine in enumerate(codecs)
         ]
         run(jobs, once=plan.combine is not None)
-        results.append(each[0].clone())
+        results.append(each.rows[0].clone())
     return results
 
 
-def _is_plain(codec: AnyCodec, found: Codec) -> bool:
-    """Whether a wire follows from a row alone, so that rows can be encoded together."""
-    return not (isinstance(codec, Channel) or found.needs_rng or found.feedback or is_bound(found))
+@dataclass(frozen=True)
+class _Laid:
+    """Rows [world, ...], the codec for their shape, and whether matrices are sent column by column."""
+
+    rows: Tensor
+    codec: Codec
+    turned: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a wire follows from a row alone, so that rows can be encoded together."""
+        return not (self.codec.needs_rng or self.codec.feedback)
+
+    @property
+    def flat(self) -> Tensor:
+        """[world, numel] in float32, in the order in which elements are sent."""
+        rows = self.rows.detach()
+        return (rows.mT if self.turned else rows).reshape(len(rows), -1).float()
+
+    def home(self, flat: Tensor) -> Tensor:
+        """A result in the shape and dtype of a row."""
+        shape = self.rows.shape[1:]
+        back = flat.view(shape[::-1]).t().contiguous() if self.turned else flat.view(shape)
+        return back.to(self.rows.dtype)
 
 
-def _stacked(rows: Sequence[Tensor], codec: Codec, weight: float, combine: Combine) -> list[Tensor]:
+def _stacked(laid: Sequence[_Laid], weight: float, plan: Schedule, combine: Combine) -> list[Tensor]:
+    """Cut as jobs would be; all parts are combined in one go."""
     wires, seats, outs = [], [], []
-    world = len(rows[0])
-    flat = [each.detach().reshape(world, -1).float() for each in rows]
-    for values, shared in zip(flat, _agreed(flat, codec), strict=True):
-        everyone = None if shared is None else shared.expand(world, -1).contiguous()
-        wires.append(codec.encode(values, shared=everyone))
-        seats.append(Seat(0, world, Channel(codec), weight=weight, shared=shared))
-        outs.append(torch.empty(values.shape[1], device=values.device))
-    combine(wires, seats, outs)
-    return [out.view(each.shape[1:]).to(each.dtype) for out, each in zip(outs, rows, strict=True)]
+    world = len(laid[0].rows)
+    flat = [each.flat for each in laid]
+    results = [torch.empty(values.shape[1], device=values.device) for values in flat]
+    agreed = _agreed(flat, [each.codec for each in laid])
+    for each, values, out, shared in zip(laid, flat, results, agreed, strict=True):
+        for (span,) in spans([values.shape[1]], [each.codec], plan):
+            part = _part_of(shared, span, each.codec)
+            everyone = None if part is None else part.expand(world, -1).contiguous()
+            wires.append(each.codec.encode(values[:, span.start : span.stop], shared=everyone))
+            seats.append(Seat(0, world, Channel(each.codec), weight=weight, shared=part))
+            outs.append(out[span.start : span.stop])
+    if wires:
+        combine(wires, seats, outs)
+    return [each.home(out) for out, each in zip(results, laid, strict=True)]
 
 
-def _of_rows(rows: Tensor, codec: Codec, weight: float, plan: Schedule) -> Tensor:
+def _of_rows(laid: _Laid, weight: float, plan: Schedule) -> Tensor:
     """Cut as a job would be."""
     assert plan.of_rows is not None
-    world = len(rows)
-    flat = rows.detach().reshape(world, -1).float()
-    (shared,) = _agreed([flat], codec)
-    seat = Seat(0, world, Channel(codec), weight=weight)
-    out = torch.empty(flat.shape[1], device=rows.device)
+    codec, flat = laid.codec, laid.flat
+    (shared,) = _agreed([flat], [codec])
+    seat = Seat(0, len(flat), Channel(codec), weight=weight)
+    out = torch.empty(flat.shape[1], device=flat.device)
     for (span,) in spans([flat.shape[1]], [codec], plan):
         seat = replace(seat, shared=_part_of(shared, span, codec))
         out[span.start : span.stop] = plan.of_rows(flat[:, span.start : span.stop], seat)
-    return out.view(rows.shape[1:]).to(rows.dtype)
+    return laid.home(out)
 
 
 def _part_of(shared: Tensor | None, span: Span, codec: Codec) -> Tensor | None:
@@ -174,18 +202,21 @@ def _part_of(shared: Tensor | None, span: Span, codec: Codec) -> Tensor | None:
     return shared[span.start // codec.grain : -(-span.stop // codec.grain)]
 
 
-def _agreed(rows: Sequence[Tensor], codec: Codec) -> list[Tensor | None]:
-    """The maximum over ranks of every tensor's `summary`, where the codec asks for one.
+def _agreed(rows: Sequence[Tensor], codecs: Sequence[Codec]) -> list[Tensor | None]:
+    """The maximum over ranks of every tensor's `summary`, where its codec asks for one.
 
     A scale that follows from the largest magnitude of the whole vector is that of a vector with nothing else
     in it: so the largest of all tensors are summarized in one call.
     """
-    world = len(rows[0])
-    if not any(codec.agreement(each.shape[1]) for each in rows):
+    world, codec = len(rows[0]), codecs[0]
+    asking = [own.agreement(each.shape[1]) > 0 for each, own in zip(rows, codecs, strict=True)]
+    if not any(asking):
         return [None] * len(rows)
-    if not (isinstance(codec, Block) and codec.block is None and codec.scaling.choose in RULES):
+    whole = isinstance(codec, Block) and codec.block is None and codec.scaling.choose in RULES
+    if not whole or any(own != codec for own in codecs):
         return [
-            codec.summary(each, world).amax(0) if codec.agreement(each.shape[1]) else None for each in rows
+            own.summary(each, world).amax(0) if asks else None
+            for each, own, asks in zip(rows, codecs, asking, strict=True)
         ]
     largest = torch.cat([each.abs().amax(1, keepdim=True) for each in rows if each.shape[1]], 1)
     found = iter(codec.summary(largest.unsqueeze(2), world).amax(0))
