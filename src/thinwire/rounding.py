@@ -15,7 +15,7 @@ import enum
 import functools
 import operator
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +66,19 @@ class Stream:
         tensor = zlib.crc32(self.tensor.encode()) if isinstance(self.tensor, str) else self.tensor
         low, high = self.seed & reference.MASK32, self.seed >> 32
         return reference.philox(self.step, (low, high, tensor, self.rank))
+
+    def apart(self) -> "Stream":
+        """A stream whose tensor is free to be named anew: the one that it has goes into the seed.
+
+        >>> Stream(3, tensor="a").apart() == Stream(3, tensor="b").apart()
+        False
+        >>> Stream(3).apart()
+        Stream(seed=3, step=0, tensor=0, rank=0)
+        """
+        if self.tensor in (0, ""):
+            return self
+        low, high, *_ = Stream(self.seed, tensor=self.tensor).key
+        return replace(self, seed=low | high << 32, tensor=0)
 
     def words(self, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
         """The words that elements 0..numel-1 of a tensor would be rounded with, as uint32."""

@@ -170,6 +170,55 @@ def test_the_same_stream_gives_the_same_bits_and_another_does_not():
         assert digest(one) != digest(other)
 
 
+RANDOM = [
+    (spec, schedule)
+    for spec in ("int4/128~sr", "qsgd4/512")
+    for schedule in ("one_shot", "two_shot", "ring", "tree", "hierarchical/2")
+]
+
+
+@pytest.mark.parametrize(("spec", "schedule"), RANDOM)
+def test_every_part_of_a_stream_counts(spec, schedule):
+    """Streams that differ in one thing only, whatever it is, draw apart; the rank is the rank's own."""
+    ranks = ranks_of(4, 1000)
+
+    def found(**given):
+        return digest(reduced(ranks, spec, schedule=schedule, rng=Stream(**{"seed": 1, **given}))[0])
+
+    streams = [{}, {"seed": 2}, {"step": 1}, {"tensor": 1}, {"tensor": "w"}, {"tensor": "tensor"}]
+    assert len({found(**given) for given in streams}) == len(streams)
+    assert found(rank=3) == found()
+
+
+@pytest.mark.parametrize(("spec", "schedule"), RANDOM)
+def test_without_a_stream_every_call_draws_anew(spec, schedule):
+    ranks = ranks_of(4, 1000)
+    assert len({digest(reduced(ranks, spec, schedule=schedule)[0]) for _ in range(5)}) == 5
+    rows = [torch.stack(ranks)]
+    calls = {
+        digest(local.all_reduce_rows([each.clone() for each in rows], spec, "sum", schedule, names=["w"])[0])
+        for _ in range(3)
+    }
+    assert len(calls) == 3
+
+
+def test_every_stage_and_name_on_every_rank_has_a_stream_of_its_own():
+    """The one that its slot is named by: so a batch, which draws by slots, has the same bits."""
+    seats = [
+        schedules.Seat(rank, 4, Channel("qsgd4/512"), name, rng=Stream(1, step=2, rank=rank))
+        for rank in range(3)
+        for name in ("a", "b")
+    ]
+    found = {
+        (seat.rank, seat.name, stage): seat.stream(stage)
+        for seat in seats
+        for stage in ("sent", "sent/tail", "reduced", "hop0", "hop1")
+    }
+    assert len({tuple(stream.words(8).tolist()) for stream in found.values()}) == len(found)
+    for (rank, name, stage), stream in found.items():
+        assert stream == Stream(1, step=2, tensor=f"{name}/{stage}", rank=rank)
+
+
 def test_ranks_with_the_same_numbers_do_not_round_alike():
     """Otherwise errors would not average out."""
     world, x = 64, gauss(1000)

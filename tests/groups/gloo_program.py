@@ -86,7 +86,7 @@ def checks(world, full=False):
         found[name] = functools.partial(bits, spec, codec, shape=(BIG,), waits=waits)
     for each in (
         mean, strided, bucket, buckets, auto, nodes, subgroups, scattered, gathered, exchanged, broadcasts,
-        letters, twins, guests, work, own_group_of_one, again,
+        letters, noise, twins, guests, work, own_group_of_one, again,
     ):  # fmt: skip
         found[each.__name__] = each
     return found
@@ -348,6 +348,27 @@ def letters(rank, world):
         room = torch.zeros(SHAPE, dtype=torch.float16)
         thinwire.recv(room, 0, "bf16")
         same([room], [parts[0].half().float().bfloat16().float().half()])
+
+
+def noise(rank, world):
+    """Without a stream every call and every message draws anew, and every rank apart."""
+    if world == 1:
+        return None
+    right, left = (rank + 1) % world, (rank - 1) % world
+    x, found, heard = made(1, "noise")[0], [], []
+    for _ in range(4):
+        found.append(x.clone())
+        thinwire.all_reduce(found[-1], "qsgd4/512", schedule="one_shot")
+    for _ in range(4):
+        heard.append(torch.zeros(SHAPE))
+        coming, going = thinwire.irecv(heard[-1], left, "qsgd4/512"), thinwire.isend(x, right, "qsgd4/512")
+        assert coming.wait()
+        assert going.wait()
+    assert len({digest([each]) for each in found}) == 4
+    everyone = [torch.zeros(4, *SHAPE) for _ in range(world)]
+    dist.all_gather(everyone, torch.stack(heard))
+    assert len({digest([each]) for part in everyone for each in part}) == 4 * world
+    return found
 
 
 def twins(rank, world):

@@ -235,13 +235,16 @@ def _message(
     if peer == here.rank:
         raise InputError(f"rank {other} cannot send to itself")
     way = (here.rank, peer) if sends else (peer, here.rank)
-    here.letters[way] = here.letters.get(way, 0) + 1
-    seat = arguments.plain_seat(here, codec, name, rng)
+    number, road = here.letters.get(way, 0) + 1, f"from {way[0]} to {way[1]}"
+    seat = arguments.plain_seat(
+        here, codec, name, Stream(0, step=number, tensor=road) if rng is None else rng
+    )
     outs, after = arguments.rooms([tensor], filled=True)
-    call = arguments.call_of("send", [tensor], seat.channel, "", f"from {way[0]} to {way[1]}")
+    call = arguments.call_of("send", [tensor], seat.channel, "", road)
     steps = moves.send if sends else moves.recv
     job = _single(call, lambda own: steps(outs[0], own, peer), seat, tensor, None if sends else after)
-    return here, job, here.letters[way]
+    here.letters[way] = number
+    return here, job, number
 
 
 def _single(call: Call, steps: Callable[[Seat], Exchanges], seat: Seat, result: object, after: After) -> Job:

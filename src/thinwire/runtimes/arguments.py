@@ -257,10 +257,15 @@ def shaped(channel: Channel, codec: Codec) -> Channel:
 
 
 def stream_of(rng: Stream | None, here: Place) -> Stream:
-    """This rank's random numbers; by default those of the number of the call."""
+    """This rank's random numbers; by default those of the number of the call.
+
+    Schedules name the tensors; what the caller's stream calls its tensor stays in the seed.
+    """
     if rng is not None and not isinstance(rng, Stream):
         raise CodecError(f"rng must be a thinwire.Stream, not {type(rng).__name__}")
-    return Stream(0, step=here.number, rank=here.rank) if rng is None else replace(rng, rank=here.rank)
+    if rng is None:
+        return Stream(0, step=here.number, rank=here.rank)
+    return replace(rng.apart(), rank=here.rank)
 
 
 def schedule_of(schedule: str | Schedule, codec: Codec, numel: int, world: int) -> Schedule:

@@ -5,6 +5,7 @@ answered by copying bytes between their buffers, so the results are, bit for bit
 Only `AllReduce` may differ, where a real network adds in an order of its own: here it is that of ranks.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,8 @@ from thinwire.schedules import (
 from thinwire.schedules.exchange import arriving, fill, parts, starts
 from thinwire.schedules.gather import Combine
 
+_CALLS = itertools.count()  #: of this process, for random numbers where the caller gives none
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -73,7 +76,8 @@ def all_reduce(
 ) -> None:
     """`thinwire.all_reduce` of as many ranks as there are tensors (or buckets), in place.
 
-    A codec that remembers what it owes needs a channel for every rank.
+    A codec that remembers what it owes needs a channel for every rank. Without `rng` every call has random
+    numbers of its own, as on a group.
 
     >>> import torch
     >>> from thinwire.runtimes import local
@@ -82,11 +86,11 @@ def all_reduce(
     >>> ranks[2]
     tensor([1.5000, 1.5000, 1.5000])
     """
-    world = len(tensors)
+    world, number = len(tensors), next(_CALLS)
     each = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
     run(
         [
-            all_reduce_job(listed(x), mine, op, schedule, Rank(rank, world, 0, inside), name, rng)
+            all_reduce_job(listed(x), mine, op, schedule, Rank(rank, world, number, inside), name, rng)
             for rank, (x, mine) in enumerate(zip(tensors, each, strict=True))
         ]
     )
@@ -113,7 +117,7 @@ def all_reduce_rows(
     [tensor([3., 4.])]
     """
     check(rows)
-    world = len(rows[0])
+    world, number = len(rows[0]), next(_CALLS)
     one = codec if isinstance(codec, str | Codec | Channel) else codec[0]
     found = codec_of(channel_of(one))
     laid = [_Laid(each, *laid_out(found, tuple(each.shape[1:]))) for each in rows]
@@ -129,7 +133,7 @@ def all_reduce_rows(
             continue
         codecs = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
         jobs = [
-            all_reduce_job([each.rows[rank]], mine, op, plan, Rank(rank, world, 0, inside), name, rng)
+            all_reduce_job([each.rows[rank]], mine, op, plan, Rank(rank, world, number, inside), name, rng)
             for rank, mine in enumerate(codecs)
         ]
         run(jobs, once=plan.combine is not None)
