@@ -185,11 +185,11 @@ class Channel:
             self.residuals[slot] = store.encode(held, out=before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and strings: what the channel is and owes."""
+        """Plain tensors and strings: what the channel is and owes now; later steps do not change it."""
         return {
             "version": 1,
             "codec": self._codec.spec,
-            "residuals": dict(self.residuals),
+            "residuals": {slot: held.detach().clone() for slot, held in self.residuals.items()},
             "shapes": {slot: list(shape) for slot, shape in self.shapes.items()},
         }
 

@@ -84,9 +84,10 @@ class Climber:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers."""
+        """Plain tensors and numbers, as they are now."""
         numbers = {name: getattr(self, name) for name in NUMBERS}
-        return {**numbers, "sums": dict(self._sums), "squares": dict(self._squares)}
+        held = {"sums": self._sums, "squares": self._squares}
+        return {**numbers, **{key: {name: x.clone() for name, x in held[key].items()} for key in held}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The way back."""

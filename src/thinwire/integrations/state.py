@@ -34,7 +34,8 @@ KEYS = ("policy", "step", "epoch", "rank", "world", "channels", "routes", "debts
 
 
 def save(wire: "Wire") -> dict[str, Any]:
-    """Plain tensors, numbers and strings."""
+    """Plain tensors, numbers and strings, as they are now: later steps do not change them."""
+    stale = wire.stale()  # first: with double buffering residuals and ladders change until these are here
     return {
         "version": VERSION,
         "policy": wire.policy.to_toml(),
@@ -44,8 +45,8 @@ def save(wire: "Wire") -> dict[str, Any]:
         "world": wire.world,
         "channels": {codec: channel.state_dict() for codec, channel in wire.channels.items()},
         "routes": {name: list(route) for name, route in wire.routes.items()},
-        "debts": dict(wire.debts),
-        "stale": {name: gradient.clone() for name, gradient in wire.stale().items()},
+        "debts": {name: owed.clone() for name, owed in wire.debts.items()},
+        "stale": {name: gradient.clone() for name, gradient in stale.items()},
         "ladder": wire.climber.state_dict() if wire.climber else {},
         "auto": wire.pilot.state_dict() if wire.pilot is not None else {},
     }

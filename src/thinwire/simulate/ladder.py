@@ -115,10 +115,10 @@ class Climb:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers."""
+        """Plain tensors and numbers, as they are now."""
         return {
             **{name: getattr(self, name) for name in NUMBERS},
-            "seen": [dict(each) for each in self._seen],
+            "seen": [{name: x.clone() for name, x in each.items()} for each in self._seen],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

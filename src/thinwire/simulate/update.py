@@ -161,8 +161,9 @@ class Rounded(Optimizer):
         return self.repeatable and not random and self.counters is None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and tensors."""
+        """Plain numbers, strings and tensors, as they are now: later steps do not change them."""
         found = super().state_dict()
+        found["state"] = _copied(found["state"])
         for group in found["param_groups"]:
             group.update({name: group[name].spec for name in PRECISIONS})
         return found
@@ -179,7 +180,16 @@ class Rounded(Optimizer):
                         f"saved with {name}={saved!r}; make the optimizer so, not with {is_now!r}"
                     )
                 group[name] = own[name]
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        held = _copied(state_dict["state"])  # torch would go on with the caller's tensors
+        super().load_state_dict({**state_dict, "state": held, "param_groups": groups})
+
+
+def _copied(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Every parameter's numbers, in memory of their own."""
+    return {
+        key: {name: x.clone() if isinstance(x, Tensor) else x for name, x in held.items()}
+        for key, held in state.items()
+    }
 
 
 class SGD(Rounded):
