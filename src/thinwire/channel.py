@@ -32,6 +32,8 @@ from thinwire.errors import InputError
 from thinwire.kernels.params import Segments
 from thinwire.rounding import Stream
 
+#: Slots that may be in float32 whatever the feedback's dtype: those of `low_rank` are.
+AS_IS = ("/q", "/error")
 #: The codec in which a residual waits, by the feedback's dtype.
 STORES = {"bfloat16": "bf16", "int8": "int8/256"}
 
@@ -148,7 +150,9 @@ class Channel:
     def _held(self, slot: str) -> Tensor:
         store = self._store
         held = self.residuals[slot]
-        return held if store is None else store.decode(held, self.shapes[slot][-1])
+        if store is None or held.dtype == torch.float32:
+            return held
+        return store.decode(held, self.shapes[slot][-1])
 
     def forget(self, slot: str | None = None) -> None:
         """Drop what one slot owes, or all of them."""
@@ -194,19 +198,50 @@ class Channel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another channel of the same codec owed."""
-        held, shapes = state.get("residuals"), state.get("shapes")
-        if state.get("version") != 1 or not isinstance(held, Mapping) or not isinstance(shapes, Mapping):
+        """Take over what another channel of the same codec owed; nothing is changed if it does not fit."""
+        given = state if isinstance(state, Mapping) else {}
+        held, shapes = given.get("residuals"), given.get("shapes")
+        version = given.get("version")
+        known = type(version) is int and version == 1
+        if not known or not isinstance(held, Mapping) or not isinstance(shapes, Mapping):
             raise InputError(
                 "this is no state of a thinwire.Channel: it needs version 1, residuals and shapes"
             )
         if held.keys() != shapes.keys():
             raise InputError("the state is damaged: residuals and shapes name different slots")
-        if state.get("codec") != self._codec.spec:
-            raise InputError(f"the state is of '{state.get('codec')}', this channel is '{self._codec.spec}'")
+        codec = given.get("codec")
+        if not isinstance(codec, str) or codec != self._codec.spec:
+            raise InputError(f"the state is of '{codec}', this channel is '{self._codec.spec}'")
+        for slot, residual in held.items():
+            self._check_loaded(slot, residual, shapes[slot])
         self._release(list(self._holdings))
-        self.residuals = {slot: tensor.clone() for slot, tensor in held.items()}
+        self.residuals = {slot: residual.detach().clone() for slot, residual in held.items()}
         self.shapes = {slot: tuple(shape) for slot, shape in shapes.items()}
+
+    def _check_loaded(self, slot: object, residual: object, shape: object) -> None:
+        """That this is a residual as this channel keeps them."""
+        if not isinstance(slot, str) or not self._codec.feedback:
+            raise InputError(f"the state is damaged: {self._codec.spec} owes nothing under {slot!r}")
+        sides = list(shape) if isinstance(shape, list | tuple) else []
+        if not sides or any(type(side) is not int or side < 0 for side in sides):
+            raise InputError(f"the state is damaged: the shape of '{slot}' is {shape!r}")
+        dense = isinstance(residual, Tensor) and residual.layout == torch.strided and not residual.is_meta
+        if not isinstance(residual, Tensor) or not dense:
+            raise InputError(f"the state is damaged: '{slot}' is no dense tensor")
+        store = self._store
+        if slot.endswith(AS_IS) and residual.dtype == torch.float32:
+            store = None
+        dtype, width = torch.float32, sides[-1]
+        if store is not None:
+            dtype, width = torch.uint8, store.nbytes(width)
+        if residual.dtype != dtype or tuple(residual.shape) != (*sides[:-1], width):
+            raise InputError(
+                f"the state is damaged: '{slot}' is {tuple(residual.shape)} of {residual.dtype}, not "
+                f"{(*sides[:-1], width)} of {dtype}"
+            )
+        found = residual if store is None else store.decode(residual, sides[-1])
+        if not bool(found.isfinite().all()):
+            raise InputError(f"the state is damaged: '{slot}' is not finite")
 
 
 #: While a runtime records a call: the holdings that it opened.

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import random
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire import Channel
+from thinwire import Channel, ThinwireError, policy
 from thinwire.integrations.auto import Candidate, Choice
 from thinwire.integrations.futures import ready
 from thinwire.integrations.ladder import Climber
@@ -237,3 +238,177 @@ def test_a_channel_resumes_from_memory():
     again = Channel("onebit/64+ef")
     again.load_state_dict(state)
     assert all(torch.equal(again.encode(x, "w"), wire) for x, wire in zip(given[3:], through, strict=True))
+
+
+# Damaged states
+
+
+def places(value, path=()):
+    """Every part of a state, by its path."""
+    yield path, value
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(each, (*path, key))
+
+
+def changed_tensor(x, draw):
+    """Of another length, dtype or shape, or not finite."""
+    ways = {
+        "longer": lambda: (
+            torch.cat([x.reshape(-1), x.reshape(-1)[:1]]) if x.numel() else torch.zeros(1, dtype=x.dtype)
+        ),
+        "shorter": lambda: x.reshape(-1)[:-1].clone(),
+        "double": lambda: x.double(),
+        "half": lambda: x.half(),
+        "integers": lambda: x.to(torch.int32),
+        "deeper": lambda: x.unsqueeze(0),
+        "meta": lambda: x.to("meta"),
+    }
+    if x.is_floating_point() and x.numel():
+        ways["nan"] = lambda: torch.full_like(x, float("nan"))
+        ways["inf"] = lambda: x.reshape(-1).index_fill(0, torch.tensor([0]), float("inf")).view(x.shape)
+    how = draw.choice(sorted(ways))
+    return how, ways[how]()
+
+
+def ways_of(value):
+    """What may happen to a part of a state."""
+    more = {dict: ["extra", "drop"], list: ["shorter", "longer"], torch.Tensor: ["tensor"] * 4}
+    more[int] = ["less", "more", "huge"]
+    fits = value if isinstance(value, dict | list) else True
+    return ["none", "type", *(more.get(type(value), []) if fits else ["extra"])]
+
+
+def grown(value, how, draw):
+    """Another size of a dict or a list; the key that is gone, if one is."""
+    if how == "extra":
+        if isinstance(value, dict):
+            value["extra"] = draw.choice([None, 1, torch.zeros(3), {}])
+        else:
+            value.append(None)
+    elif how == "drop":
+        key = draw.choice(sorted(value))
+        value.pop(key)
+        return (key,)
+    elif how == "shorter":
+        value.pop()
+    else:
+        value.append(value[0])
+    return ()
+
+
+def replaced(value, how, draw):
+    """Something else in place of a value, and how it was made."""
+    if how == "tensor":
+        return changed_tensor(value, draw)
+    if how == "type":
+        kinds = ["junk", 3.5, [], {}, torch.zeros(3), object(), b"x", (1, 2)]
+        return how, draw.choice([each for each in kinds if type(each) is not type(value)])
+    return how, {"none": lambda: None, "less": lambda: -1 - value, "more": lambda: value + 1,
+                 "huge": lambda: 10**9}[how]()  # fmt: skip
+
+
+def damage(state, draw):
+    """Change one part; where and how."""
+    path, value = draw.choice([each for each in places(state) if each[0] or draw.random() < 0.5])
+    how = draw.choice(ways_of(value) if path else ["extra", "drop"])
+    if how in ("extra", "drop", "shorter", "longer"):
+        return (*path, *grown(value, how, draw)), how
+    here = state
+    for key in path[:-1]:
+        here = here[key]
+    how, here[path[-1]] = replaced(value, how, draw)
+    return path, how
+
+
+LATER = ("more", "huge")  # of a number: another moment
+BAD = ("nan", "inf")  # a gradient that was not finite then
+ANY = ("none", "type", "extra", "drop", "shorter", "longer", "less", *LATER, *BAD)
+COUNTS = ("looks", "violations", "calm", "seen", "largest")
+UNREAD = ("profile", "budget", "settled", "predicted_step_s", "measured_step_s", "fp32_step_s", "tried")
+#: Damages after which it still is a state, of the same run at another moment, or that nobody reads. A path of
+#: as many parts, "*" for any, and what may happen there. Everything else must be refused.
+HARMLESS = [
+    *((path, ("extra",)) for path in ((), ("ladder",), ("auto",), ("channels", "*"))),  # of a later version
+    (("step",), LATER),
+    (("epoch",), LATER),
+    (("stale", "*"), (*BAD, "half", "drop")),  # of 16 bits; without one a step has zeros
+    (("debts", "*"), ("drop",)),  # nothing is owed
+    (("channels", "*"), ("drop",)),  # nothing is owed to this codec
+    (("routes", "b"), ("drop",)),  # of a tensor that owes nothing, which has not been sent yet
+    *((("ladder", name), LATER) for name in COUNTS),
+    (("ladder", "level"), ("more",)),
+    (("ladder", "sums", "*"), BAD),
+    (("ladder", "squares", "*"), BAD),
+]
+#: What "auto" measured is only a table to look at.
+TABLE = [
+    *((("auto", name), ANY) for name in UNREAD),
+    (("auto", "tried", "*"), ANY),
+    (("auto", "candidates"), ("shorter", "longer")),
+    *((("auto", "candidates", "*", name), ("less", *LATER, "type")) for name in
+      ("predicted_step_s", "sent_nbytes", "error", "wall_s", "cpu_s")),
+    *((("auto", "candidates", "*", name), ("drop",)) for name in ("wall_s", "cpu_s")),
+    (("routes", "*"), ("drop",)),  # int8 owes nothing
+]  # fmt: skip
+
+
+def harmless(path, how, piloted):
+    def fits(pattern):
+        return len(pattern) == len(path) and all(a in ("*", b) for a, b in zip(pattern, path, strict=True))
+
+    if not piloted and path[:1] == ("auto",) and len(path) > 1:
+        return True  # it is not read
+    return any(fits(pattern) and how in ways for pattern, ways in HARMLESS + (TABLE if piloted else []))
+
+
+def seen(wire):
+    """All of a handle that a load may change."""
+    pilot = None if wire.pilot is None else (wire.pilot.settled, wire.pilot.chosen, wire.pilot.describe())
+    handles = [id(wire.channels), *map(id, wire.channels.values()), id(wire.climber), id(wire.policy)]
+    return {"state": wire.state_dict(), "policy": wire.policy.to_toml(), "pilot": pilot, "handles": handles}
+
+
+def a_piloted(step=True):
+    wires = Wires(
+        policy.get("int8" if step else "fp32"), [Pilot(settled() if step else Choice()) for _ in range(2)]
+    )
+    return wires.run() if step else wires.ranks[0]
+
+
+@pytest.mark.parametrize("seed", range(240))
+def test_a_damaged_state_is_refused_and_changes_nothing(seed):
+    draw, piloted = random.Random(seed), seed % 4 == 3
+    state = copy.deepcopy((PILOTED if piloted else MIXED)())
+    path, how = damage(state, draw)
+    wire = a_piloted(step=False) if piloted else Wires().run(1)
+    before = seen(wire)
+    try:
+        wire.load_state_dict(state)
+    except ThinwireError:
+        assert same(seen(wire), before), f"{path}, {how}: refused, but changed"
+        return
+    assert harmless(path, how, piloted), f"{path}, {how}: accepted"
+    wire.state_dict()
+
+
+def remembered(make):
+    held = []
+
+    def found():
+        if not held:
+            held.append(make().state_dict())
+        return held[0]
+
+    return found
+
+
+MIXED, PILOTED = remembered(lambda: Wires().run()), remembered(a_piloted)
+
+
+@pytest.mark.parametrize("found", [MIXED, PILOTED], ids=["mixed", "piloted"])
+def test_a_state_that_is_whole_is_taken(found):
+    wire = a_piloted(step=False) if found is PILOTED else Wires().run(1)
+    wire.load_state_dict(found())
+    assert same({**wire.state_dict(), "auto": {}}, {**found(), "auto": {}})
+    assert wire.policy == (policy.get("int8") if found is PILOTED else POLICY)

@@ -22,8 +22,10 @@ beside the sum of the gradients of `HORIZON` steps.
 
 import statistics
 from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias
+
+from thinwire.errors import InputError
 
 CANDIDATES = ("fp32", "fp16", "int8", "int4", "onebit", "powersgd")
 BUDGET = 0.2  #: relative error of what reaches the weights
@@ -290,10 +292,36 @@ class Choice:
         return self.describe() if self.settled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the choice of the run before."""
-        self.rows = [Candidate(**each) for each in state["candidates"]]
-        self.chosen, self.settled, self.tried = state["chosen"], True, dict(state["tried"])
-        self.fp32_step_s = state["fp32_step_s"]
+        """Keep the choice of the run before; nothing is changed if the state is no such state."""
+        rows, tried, step_s = state.get("candidates"), state.get("tried"), state.get("fp32_step_s")
+        if not isinstance(rows, list | tuple) or not all(map(_is_row, rows)):
+            raise InputError("the state is damaged: 'auto' has no candidates that could have been chosen")
+        found = [Candidate(**each) for each in rows]
+        chosen = state.get("chosen")
+        if not isinstance(chosen, str) or chosen not in ["fp32", *(row.codec for row in found)]:
+            raise InputError(f"the state is damaged: 'auto' chose {chosen!r}, no candidate")
+        times = [*tried.values(), step_s or 0.0] if isinstance(tried, Mapping) else [None]
+        if not all(map(_is_number, times)) or not all(isinstance(name, str) for name in tried or ()):
+            raise InputError("the state is damaged: 'auto' does not say how long steps took")
+        self.rows, self.chosen, self.settled, self.tried = found, chosen, True, dict(tried or {})
+        self.fp32_step_s = step_s
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_row(row: object) -> bool:
+    """Whether a candidate can be made of it."""
+    if not isinstance(row, Mapping):
+        return False
+    texts, flag, every = ("codec", "why"), "allowed", {each.name for each in fields(Candidate)}
+    return (
+        {"codec", "predicted_step_s", "sent_nbytes", "error", "allowed", "why"} <= row.keys() <= every
+        and all(isinstance(row[name], str) for name in texts)
+        and isinstance(row[flag], bool)
+        and all(_is_number(row[name]) for name in row if name not in (*texts, flag))
+    )
 
 
 def choose(choice: Choice) -> Generator[Ask, Any, None]:

@@ -1,12 +1,14 @@
 """Climbing a ladder of codecs, as the diversity of gradients says. All ranks climb at the same step."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.errors import InputError
 from thinwire.policy import Ladder
 
 
@@ -89,12 +91,32 @@ class Climber:
         held = {"sums": self._sums, "squares": self._squares}
         return {**numbers, **{key: {name: x.clone() for name, x in held[key].items()} for key in held}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The way back."""
-        for name in NUMBERS:
-            setattr(self, name, state[name])
-        self._sums = {name: each.clone() for name, each in state["sums"].items()}
-        self._squares = {name: each.clone() for name, each in state["squares"].items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The way back; nothing is changed if the state is no such state."""
+        numbers = {name: state.get(name) for name in NUMBERS}
+        counts = [numbers[name] for name in NUMBERS if name != "largest"]
+        largest = numbers["largest"]
+        if any(type(each) is not int or each < 0 for each in counts):
+            raise InputError(f"the state is damaged: a ladder counts from 0 on, not {numbers}")
+        if state["level"] >= len(self.ladder.levels):
+            raise InputError(f"the state is of level {state['level']} of another ladder")
+        if not isinstance(largest, int | float) or not 0 <= largest < math.inf:
+            raise InputError(f"the state is damaged: the largest diversity is {largest!r}")
+        sums, squares = _held(state.get("sums")), _held(state.get("squares"))
+        if sums.keys() != squares.keys() or any(square.dim() for square in squares.values()):
+            raise InputError("the state is damaged: every sum of gradients has one sum of squares")
+        for name, number in numbers.items():
+            setattr(self, name, number)
+        self._sums, self._squares = sums, squares
+
+
+def _held(held: object) -> dict[str, Tensor]:
+    """Float32 tensors by name, in memory of their own."""
+    if not isinstance(held, Mapping) or not all(isinstance(x, Tensor) for x in held.values()):
+        raise InputError("the state is damaged: it lacks the gradients of a ladder's window")
+    if any(x.dtype != torch.float32 or x.is_meta or not isinstance(name, str) for name, x in held.items()):
+        raise InputError("the state is damaged: gradients of a ladder's window are float32, by name")
+    return {name: x.detach().clone() for name, x in held.items()}
 
 
 NUMBERS = ("level", "looks", "largest", "violations", "calm", "seen")

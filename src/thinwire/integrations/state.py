@@ -9,7 +9,6 @@ averaged gradient is still owed, and it is the same before and after.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,11 @@ import torch
 from torch import Tensor
 
 from thinwire import codecs
+from thinwire import policy as policies
 from thinwire.channel import Channel
 from thinwire.errors import InputError
 from thinwire.integrations.routes import Route
+from thinwire.integrations.state_checks import VERSION, check, check_auto, check_ladder, check_model, names_of
 from thinwire.runtimes.arguments import codec_of, laid_out
 from thinwire.schedules.seat import Cut
 from thinwire.schedules.traits import taken_early
@@ -27,10 +28,7 @@ from thinwire.schedules.traits import taken_early
 if TYPE_CHECKING:
     from thinwire.integrations.wire import Wire
 
-VERSION = 3
 STAGES = ("sent", "sent/tail", "reduced", "error")  #: of schedules whose residuals can be moved
-NUMBERED = re.compile(r"tensor\d+")  #: a parameter whose name nobody knew
-KEYS = ("policy", "step", "epoch", "rank", "world", "channels", "routes", "debts", "stale", "ladder", "auto")
 
 
 def save(wire: "Wire") -> dict[str, Any]:
@@ -54,27 +52,32 @@ def save(wire: "Wire") -> dict[str, Any]:
 
 def load(wire: "Wire", state: Mapping[str, Any]) -> None:
     """The way back; nothing is changed if the state does not fit."""
-    check(state)
+    channels = check(state)
     if state["world"] and (state["world"], state["rank"]) != (wire.world, wire.rank):
         raise InputError(
             f"the state is of rank {state['rank']} of {state['world']}, this is rank {wire.rank} of "
             f"{wire.world}: each rank loads its own, or all load what thinwire.integrations.reshard makes"
         )
-    _check_model(state, wire.shapes)
-    channels = {codec: Channel(codec) for codec in state["channels"]}
-    for codec, held in state["channels"].items():
-        channels[codec].load_state_dict(held)
+    check_model(state, channels, wire.shapes)
+    policy, climber, measures = wire.policy, wire.climber, False
+    if wire.pilot is not None and state["auto"]:
+        policy, climber = policies.get(check_auto(state["auto"])), None
+    elif wire.pilot is not None and not wire.pilot.settled:
+        measures = True  # "auto" begins anew, in float32
+    if state["policy"] != policy.to_toml() and not measures:
+        raise InputError("the state is of another policy; attach that one, or start without its residuals")
+    if not measures:
+        check_ladder(state["ladder"], climber, wire.shapes)
     if wire.pilot is not None and state["auto"]:
         wire.pilot.load_state_dict(wire, state["auto"])
-    measures = wire.pilot is not None and not wire.pilot.settled  # "auto" begins anew, in float32
-    if state["policy"] != wire.policy.to_toml() and not measures:
-        raise InputError("the state is of another policy; attach that one, or start without its residuals")
-    debts, stale = ({name: each.clone() for name, each in state[key].items()} for key in ("debts", "stale"))
-    if wire.climber is not None and state["ladder"]:
-        wire.climber.load_state_dict(state["ladder"])
+    if climber is not None and not measures:
+        climber.load_state_dict(state["ladder"])
+    debts, stale = (
+        {name: each.detach().clone() for name, each in state[key].items()} for key in ("debts", "stale")
+    )
     routes = {name: Route(codec, schedule) for name, (codec, schedule) in state["routes"].items()}
     wire.restore(channels, debts, stale, routes)
-    wire.step, wire.epoch = 0 if measures else int(state["step"]), int(state["epoch"])
+    wire.step, wire.epoch = 0 if measures else state["step"], state["epoch"]
 
 
 def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: int) -> Tensor | None:
@@ -119,51 +122,13 @@ def _place(slot: str, name: str) -> tuple[int, str]:
     return start, rest.removeprefix("/")
 
 
-def check(state: Mapping[str, Any]) -> None:
-    """That this is a state, whole and of this version."""
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise InputError("this is no state of thinwire.attach: it has no version")
-    if state["version"] != VERSION:
-        raise InputError(f"the state has version {state['version']!r}; this thinwire reads {VERSION}")
-    missing = [key for key in KEYS if key not in state]
-    if missing:
-        raise InputError(f"the state is damaged: it lacks {', '.join(missing)}")
-    for key in ("channels", "routes", "debts", "stale"):
-        if not isinstance(state[key], Mapping):
-            raise InputError(f"the state is damaged: {key} is {type(state[key]).__name__}, not a dict")
-
-
-def _unknown(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Parameters of a state that are not among these."""
-    names = {_owner(slot) for held in state["channels"].values() for slot in held.get("residuals", ())}
-    return sorted((names | state["debts"].keys() | state["stale"].keys()) - shapes.keys())
-
-
-def _check_model(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """That a state is of this model, as far as its parameters are known by name."""
-    unknown = [name for name in _unknown(state, shapes) if not NUMBERED.fullmatch(name)]
-    if shapes and unknown:
-        raise InputError(f"the state is of another model: this one has no parameter {', '.join(unknown[:4])}")
-    for name, each in [*state["debts"].items(), *state["stale"].items()]:
-        if name in shapes and each.numel() != math.prod(shapes[name]):
-            raise InputError(
-                f"the state is of another model: {name} is {tuple(each.shape)} there and {shapes[name]} here"
-            )
-
-
-def _owner(slot: str) -> str:
-    """The parameter of a slot: weight[1024]/sent/tail -> weight."""
-    return slot.partition("/")[0].partition("[")[0]
-
-
 def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """The states of all ranks of a run as one, for any number of ranks; every rank loads the same.
 
     `shapes` are those of the parameters, by name. What the averaged gradient is owed stays as it was.
     """
     for state in states:
-        check(state)
-        if unknown := _unknown(state, shapes):
+        if unknown := sorted(names_of(state, check(state)) - shapes.keys()):
             raise InputError(f"the states owe something of {', '.join(unknown[:4])}; shapes lacks that")
     world = len(states)
     if not world or sorted(state["rank"] for state in states) != list(range(world)):

@@ -199,16 +199,15 @@ class Nodes:
         return {"step": self.step, "epoch": self.epoch, "channels": owed, "routes": routes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken."""
-        self.step, self.epoch, self.channels = state["step"], state["epoch"], {}
-        self._before = {
-            name: (codec, schedule) for name, (codec, schedule) in state.get("routes", {}).items()
-        }
+        """Go on where a state was taken; nothing is changed if it does not fit."""
+        channels = {}
         for spec, nodes in state["channels"].items():
             self._check_count(len(nodes))
-            self.channels[spec] = [Channel(spec) for _ in nodes]
-            for channel, held in zip(self.channels[spec], nodes, strict=True):
+            channels[spec] = [Channel(spec) for _ in nodes]
+            for channel, held in zip(channels[spec], nodes, strict=True):
                 channel.load_state_dict(held)
+        before = {name: (codec, schedule) for name, (codec, schedule) in state.get("routes", {}).items()}
+        self.step, self.epoch, self.channels, self._before = state["step"], state["epoch"], channels, before
 
     # How it is done
 
