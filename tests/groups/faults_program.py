@@ -232,6 +232,31 @@ def swapped_new(rank, world):
     good(world, 500)
 
 
+def swapped_names(rank, world):
+    """Calls that differ in nothing but their names, swapped on one rank: no sum of different tensors."""
+    names = ("fc1", "fc2") if rank else ("fc2", "fc1")
+    tensors = {"fc1": torch.ones(1000), "fc2": 10 * torch.ones(1000)}
+    for name in names:
+        texts = ["named 'fc1'", "named 'fc2'", "rank 0 called"]
+        raises(Disagreement, texts, thinwire.all_reduce, tensors[name], "int8/256", name=name)
+    good(world)
+
+
+def attached_differently(rank, world):
+    """Options of attach that differ between ranks."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    for one, other in (
+        ({"codec": "int8"}, {"codec": "int4"}),
+        ({"double_buffer": True}, {}),
+        ({"shadow": 5}, {}),
+        ({"codec": "auto", "error_budget": 0.1}, {"codec": "auto"}),
+    ):
+        said = raises(Disagreement, "attach of", thinwire.attach, model, **(other if rank else one))
+        assert all(f"rank {each} called" in said for each in range(world)), said
+    thinwire.attach(model, "int8")
+    model(torch.ones(4, 64)).sum().backward()
+
+
 def swapped(rank, world):
     """Known calls, swapped on one rank: the time-out, and both calls are named."""
     good(world, 500), good(world, 600)
@@ -528,7 +553,7 @@ DISAGREE = {
     each.__name__: Scenario(each)
     for each in (
         other_codec, other_schedule, other_size, other_size_async, other_dtype, other_node, sums_or_not,
-        sums_or_not_async, swapped_new, swapped, uneven,
+        sums_or_not_async, swapped_new, swapped_names, swapped, uneven, attached_differently,
     )
 }  # fmt: skip
 DISAGREE["swapped_checked"] = Scenario(swapped_checked, within_s=SOON_S, debug=True)

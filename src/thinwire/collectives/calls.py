@@ -11,7 +11,7 @@ from thinwire.errors import InputError
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
 from thinwire.runtimes import job as jobs
-from thinwire.runtimes.arguments import SUM, After, AnyCodec, check, is_mean, listed, vector
+from thinwire.runtimes.arguments import SUM, After, AnyCodec, check, is_mean, listed, named, vector
 from thinwire.runtimes.job import Call, Job
 from thinwire.runtimes.lines import Group, Line, line
 from thinwire.runtimes.work import Letter, Work
@@ -71,7 +71,9 @@ def reduce_scatter(
         )
     seat = arguments.plain_seat(here, codec, name, rng, 1.0 / here.world if is_mean(op) else 1.0)
     outs, after = arguments.rooms([output], filled=False)
-    call = arguments.call_of("reduce_scatter", parts, seat.channel, "", "mean" if is_mean(op) else "sum")
+    call = arguments.call_of(
+        "reduce_scatter", parts, seat.channel, "", ("mean" if is_mean(op) else "sum") + named(name)
+    )
 
     def steps(own: Seat) -> Exchanges:
         return moves.reduce_scatter([vector(x) for x in parts], outs[0], own)
@@ -100,7 +102,7 @@ def all_gather(
         )
     seat = arguments.plain_seat(here, codec, name, rng)
     outs, after = arguments.rooms(parts, filled=False)
-    call = arguments.call_of("all_gather", parts, seat.channel, "", "")
+    call = arguments.call_of("all_gather", parts, seat.channel, "", named(name).removeprefix(", "))
 
     def steps(own: Seat) -> Exchanges:
         return moves.all_gather(vector(input), outs, own)
@@ -132,7 +134,9 @@ def all_to_all(  # noqa: PLR0913
     seat = arguments.plain_seat(here, codec, name, rng)
     outs, after = arguments.rooms(rooms, filled=False)
     dtype = str(parts[0].dtype).removeprefix("torch.")
-    call = Call("all_to_all", arguments.codec_of(seat.channel).spec, (), dtype)
+    call = Call(
+        "all_to_all", arguments.codec_of(seat.channel).spec, (), dtype, "", named(name).removeprefix(", ")
+    )
 
     def steps(own: Seat) -> Exchanges:
         return moves.all_to_all([vector(x) for x in parts], outs, own)
@@ -159,7 +163,7 @@ def broadcast(
     source = _place(here, src, "src")
     seat = arguments.plain_seat(here, codec, name, rng)
     outs, after = arguments.rooms([tensor], filled=True)
-    call = arguments.call_of("broadcast", [tensor], seat.channel, "", f"from rank {src}")
+    call = arguments.call_of("broadcast", [tensor], seat.channel, "", f"from rank {src}{named(name)}")
 
     def steps(own: Seat) -> Exchanges:
         return moves.broadcast(outs[0], own, source)

@@ -6,6 +6,7 @@ wire = thinwire.attach(model, "int8")          # one line
 
 import logging
 import weakref
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from thinwire.integrations.run import plain
 from thinwire.integrations.stats import wire_nbytes
 from thinwire.integrations.wire import Wire
 from thinwire.policy import NOOP, Policy, Tensorlike
+from thinwire.runtimes import process_group
+from thinwire.runtimes.job import Call
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
@@ -73,6 +76,7 @@ def attach(
     pilot = Pilot(Choice(error_budget)) if codec == AUTO else None
     wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, None, pilot)
     know(wire, model.module)
+    _compare(wire, model, error_budget if pilot else None)
     said = _first_line(wire, wire.trained)  # by all ranks, as it finds tensors that no rule takes
     slot = _slots.get(model)
     if slot is None:
@@ -85,6 +89,19 @@ def attach(
         wire.board = None if tensorboard is None else Board(tensorboard)
         log.info(said)
     return wire
+
+
+def _compare(wire: Wire, model: DistributedDataParallel, budget: float | None) -> None:
+    """That all ranks attach the same; else they would send different bytes, or at different times."""
+    if wire.world == 1:
+        return
+    where = next((each.device for each in model.parameters()), torch.device("cpu"))
+    policy_of = wire.policy
+    rules = zlib.crc32(policy_of.to_toml().encode())
+    detail = f"rules {rules:08x}, seed {wire.seed}, double_buffer {wire.double_buffer}, shadow {wire.shadow}"
+    detail += f", error_budget {budget}" if budget is not None else ""
+    name = AUTO if wire.pilot is not None else policy_of.name
+    process_group.line(wire.group, where).compare(Call("attach", name, (), "", "", detail))
 
 
 def detach(model: DistributedDataParallel) -> None:

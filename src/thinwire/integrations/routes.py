@@ -22,7 +22,7 @@ from thinwire.policy import Policy, Rule, Tensorlike
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
 from thinwire.runtimes import job as jobs
-from thinwire.runtimes.arguments import codec_of, inside_of, laid_out
+from thinwire.runtimes.arguments import codec_of, inside_of, laid_out, named
 from thinwire.runtimes.job import Call, Job, Ranks
 from thinwire.runtimes.lines import Line, line
 from thinwire.runtimes.trace import count, trace
@@ -287,6 +287,7 @@ def _call(sent: Sequence[Sent], schedule: Schedule, buffer: Tensor, inside: int)
     if schedule.whole or not schedule.batched:
         detail += f", shapes {', '.join(str(each.tensor.shape) for each in sent)}"
     dtype = str(buffer.dtype).removeprefix("torch.")
+    detail += named([each.tensor.name for each in sent])
     numels = tuple(each.tensor.numel for each in sent)
     random = any(get_codec(each).needs_rng for each in codecs)
     return Call("all_reduce", ", ".join(codecs), numels, dtype, schedule.spec, detail, random)

@@ -1,5 +1,6 @@
 """What callers pass, checked and laid out flat."""
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from thinwire.schedules import Item, Schedule, Seat
 from thinwire.schedules.choose import choose
 
 SUM, AVG = "sum", "avg"
+USUAL_NAME = "tensor"  #: of a call that gives none
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AnyCodec: TypeAlias = str | Codec | Channel
 After: TypeAlias = Callable[[], None] | None
@@ -173,7 +175,7 @@ def reduction(
     detail = f"{'mean' if is_mean(op) else 'sum'}{f', nodes of {inside}' if inside > 1 else ''}"
     if chosen.whole or any(each is not channel for each in channels):
         detail += f", shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
-    call = call_of("all_reduce", tensors, channel, chosen.spec, detail)
+    call = call_of("all_reduce", tensors, channel, chosen.spec, detail + named(name))
     call = replace(call, random=any(codec_of(each).needs_rng for each in channels))
     ranks, weight = Ranks(here.rank, here.world, inside), 1.0 / here.world if is_mean(op) else 1.0
     plan = Plan(items, chosen, ranks, call, weight=weight, together=here.together)
@@ -303,6 +305,17 @@ def call_of(op: str, tensors: Sequence[Tensor], channel: Channel, schedule: str,
     """What all ranks must call alike."""
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     return Call(op, codec_of(channel).spec, tuple(x.numel() for x in tensors), dtype, schedule, detail)
+
+
+def named(name: str | Sequence[str]) -> str:
+    """What a call's name adds to its text: ranks that call by different names mean different tensors.
+
+    >>> named("tensor"), named("fc1.weight")
+    ('', ", named 'fc1.weight'")
+    """
+    if isinstance(name, str):
+        return "" if name == USUAL_NAME else f", named '{name}'"
+    return f", named '{name[0]}' and {len(name) - 1} more ({zlib.crc32(repr(list(name)).encode()):08x})"
 
 
 def vector(x: Tensor) -> Tensor:

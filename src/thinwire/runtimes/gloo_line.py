@@ -9,7 +9,7 @@ from thinwire.clock import COMPUTE
 from thinwire.errors import CommError, Disagreement
 from thinwire.runtimes.gloo import Gloo, tag
 from thinwire.runtimes.group_line import GroupLine, reports, timeout_of
-from thinwire.runtimes.job import AGREEMENT, Flights, Job, Pending, Post, Timed, drive, run_alone
+from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, Timed, drive, run_alone
 from thinwire.runtimes.lane import Lane, Running
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, Buffers, Request
@@ -54,6 +54,10 @@ class GlooLine(GroupLine):
             running = self._admit(job)
             self._lane.put(running)
         return running.work
+
+    def compare(self, call: Call) -> None:
+        with self._turn:
+            super().compare(call)
 
     def run_apart(self, job: Job, number: int) -> None:
         self._check()

@@ -128,8 +128,10 @@ class GroupLine(abc.ABC):
 
     def _greet(self, call: Call, number: int) -> None:
         """Compare the call with everyone's, if it is new."""
-        if not self._greets(call):
-            return
+        if self._greets(call):
+            self._compare(call, number)
+
+    def _compare(self, call: Call, number: int) -> None:
         digest = hashlib.blake2b(repr(call).encode(), digest_size=16).digest()
         if len(set(self._everyone(digest, number, CALLS))) == 1:
             self._known.add(call)
@@ -137,6 +139,12 @@ class GroupLine(abc.ABC):
         said = self._everyone(str(call).encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES), number, TEXTS)
         calls = "; ".join(f"rank {rank} called {each.decode().strip()}" for rank, each in enumerate(said))
         raise Disagreement(f"ranks disagree: {calls}")
+
+    def compare(self, call: Call) -> None:
+        """Tell all ranks of a call that sends nothing, and raise a `Disagreement` where theirs is another."""
+        self._check()
+        self.number += 1
+        self._compare(call, self.number)
 
     def _greets(self, call: Call) -> bool:
         return self.world > 1 and (call not in self._known or checks_every_call())

@@ -53,6 +53,8 @@ class Call:
     random: bool = False  #: whether a codec rounds at random
 
     def __str__(self) -> str:
+        if self.op == "attach":
+            return f"attach of {self.codec}, {self.detail}"
         numels = ", ".join(f"{each:,}" for each in self.numels[:4]) + (
             ", ..." if len(self.numels) > 4 else ""
         )
