@@ -57,6 +57,11 @@ def test_every_number_of_the_table_is_that_of_the_records():
         assert found["ratio"]["mean"] == pytest.approx(statistics.fmean(ratios))
         speedups = [base.step_s / run.step_s for base, run in zip(runs["fp32"], same, strict=True)]
         assert found["speedup"]["mean"] == pytest.approx(statistics.fmean(speedups))
+        wholes = [
+            base.points[-1].seconds / run.points[-1].seconds
+            for base, run in zip(runs["fp32"], same, strict=True)
+        ]
+        assert found["run_speedup"]["mean"] == pytest.approx(statistics.fmean(wholes))
     differences = [runs["int8"][seed].accuracy - runs["fp32"][seed].accuracy for seed in range(3)]
     assert entry(summary, "int8")["difference"]["mean"] == pytest.approx(statistics.fmean(differences))
     assert entry(summary, "fp32")["difference"] is None
@@ -164,10 +169,10 @@ def test_a_run_that_diverged_is_shown_as_such():
     ("accuracies", "expected"),
     [
         ((0.9, 0.902, 0.901), r"^int8 trains 2\.9. faster than fp32 over 100 Mbit/s and ends at the "
-         r"same accuracy \(difference \+0\.1 ± 0\.2 points\)\.$"),
-        ((0.93, 0.87, 0.90), r"cannot tell from it \(difference 0\.0 ± 7\.5 points\)"),
-        ((0.88, 0.881, 0.879), r"a lower accuracy \(difference −2\.0 ± 0\.2 points\)"),  # noqa: RUF001
-        ((0.92, 0.921, 0.919), r"a higher accuracy \(difference \+2\.0 ± 0\.2 points\)"),
+         r"same accuracy \(difference \+0\.10 ± 0\.25 points\)\.$"),
+        ((0.93, 0.87, 0.90), r"cannot tell from it \(difference 0\.00 ± 7\.45 points\)"),
+        ((0.88, 0.881, 0.879), r"a lower accuracy \(difference −2\.00 ± 0\.25 points\)"),  # noqa: RUF001
+        ((0.92, 0.921, 0.919), r"a higher accuracy \(difference \+2\.00 ± 0\.25 points\)"),
     ],
 )  # fmt: skip
 def test_the_headline_says_no_more_than_the_interval(accuracies, expected):
@@ -207,8 +212,20 @@ def test_auto_names_what_it_chose():
 
 
 def test_a_slower_codec_is_called_slower():
-    slow = [replace(record("int8", seed), step_s=1.0) for seed in range(3)]
+    slow = [replace(record("int8", seed), points=late(record("int8", seed).points)) for seed in range(3)]
     assert "slower than fp32" in report.summarize(records(codecs=("fp32",)) + slow)["headline"]
+
+
+def late(points):
+    return tuple(replace(point, seconds=100 * point.seconds) for point in points)
+
+
+def test_what_choosing_takes_counts():
+    """Steady steps of auto are as fast as ever, but its first ones were not."""
+    slow = [replace(record("auto", seed), points=late(record("auto", seed).points)) for seed in range(3)]
+    summary = report.summarize(records(codecs=("fp32", "int8")) + slow)
+    assert summary["headline"].startswith("int8")
+    assert entry(summary, "auto")["speedup"]["mean"] > 1 > entry(summary, "auto")["run_speedup"]["mean"]
 
 
 def test_loopback_is_labelled_and_boasts_no_speed():

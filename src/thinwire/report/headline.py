@@ -11,7 +11,7 @@ BASES = ("fp32", "plain")
 
 def headline(setting: dict[str, Any]) -> str:
     """The fastest codec that is known to keep the accuracy; else one that may; else the fastest at all."""
-    gain = "speedup" if setting["throttled"] else "ratio"
+    gain = "run_speedup" if setting["throttled"] else "ratio"
     others = [each for each in setting["codecs"] if each["codec"] not in BASES]
     rivals = [each for each in others if each[gain] and each["difference"]]
     if not rivals:
@@ -49,7 +49,7 @@ def _name(best: dict[str, Any], setting: dict[str, Any]) -> str:
 def _gain(best: dict[str, Any], setting: dict[str, Any]) -> str:
     if not setting["throttled"]:
         return f"sends {text.times(best['ratio']['mean'])} fewer bytes than fp32"
-    speedup = best["speedup"]["mean"]
+    speedup = best["run_speedup"]["mean"]  # of the whole run, with what choosing took
     faster = f"{text.short(speedup, 2)}{text.TIMES} faster" if speedup >= 1 else _slower(speedup)
     return f"trains {faster} than fp32 over {text.link(setting['link'])}"
 
@@ -72,8 +72,8 @@ def _ending(difference: Estimate) -> str:
 
 
 def _beside(difference: float) -> str:
-    size = f"{abs(100 * difference):.1f}"
-    if size == "0.0":
+    size = f"{abs(100 * difference):.2f}"
+    if size == "0.00":
         return "at the same accuracy"
     return f"{size} points {'higher' if difference > 0 else 'lower'} in accuracy"
 

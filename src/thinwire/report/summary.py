@@ -96,6 +96,8 @@ def _codec(name: str, runs: Sequence[Record], base: Sequence[Record]) -> Plain:
         "step_s": _mean(run.step_s for run in runs),
         "samples_per_s": _mean(run.samples_per_s for run in runs),
         "speedup": _plain(ratios(_seeds(base, _step_s), _seeds(runs, _step_s))),
+        "run_s": _mean(map(_run_s, runs)),
+        "run_speedup": _plain(ratios(_seeds(base, _run_s), _seeds(runs, _run_s))),
         "accuracy": _mean(run.accuracy for run in runs),
         "difference": None
         if name == BASE
@@ -114,6 +116,11 @@ def _codec(name: str, runs: Sequence[Record], base: Sequence[Record]) -> Plain:
 
 def _step_s(record: Record) -> float:
     return record.step_s
+
+
+def _run_s(record: Record) -> float:
+    """Of all steps, those too in which `auto` measured."""
+    return record.points[-1].seconds
 
 
 def _accuracy(record: Record) -> float:

@@ -78,21 +78,21 @@ def points(found: Estimate) -> str:
     """A difference of two shares and, over several seeds, its 95 % interval.
 
     >>> points(Estimate(3, -0.0012, 0.001, 0.0031)), points(Estimate(1, 0.0))
-    ('−0.1 ± 0.3', '0.0')
+    ('−0.12 ± 0.31', '0.00')
     """  # noqa: RUF002
     if not math.isfinite(found.mean):
         return "not finite"
-    margin = "" if found.margin is None else f" ± {100 * found.margin:.1f}"
+    margin = "" if found.margin is None else f" ± {100 * found.margin:.2f}"
     return f"{signed(100 * found.mean)}{margin}"
 
 
 def signed(value: float) -> str:
     """
     >>> signed(0.26), signed(-1.31), signed(-0.01)
-    ('+0.3', '−1.3', '0.0')
+    ('+0.26', '−1.31', '−0.01')
     """  # noqa: RUF002
-    text = f"{value:+.1f}"
-    return "0.0" if text[1:] == "0.0" else text.replace("-", MINUS)
+    text = f"{value:+.2f}"
+    return "0.00" if text[1:] == "0.00" else text.replace("-", MINUS)
 
 
 def minus(words: str) -> str:
