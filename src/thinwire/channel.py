@@ -57,6 +57,8 @@ class Channel:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of what each slot sends
     clock: Clock | None = field(default=None, repr=False, compare=False)  #: that counts time spent here
     _holdings: dict[str, "Holding"] = field(default_factory=dict, repr=False, compare=False)  #: by slot
+    #: Elements that a call has sent under a name, the same on all ranks.
+    _sizes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.codec = codecs.get(self.codec)
@@ -133,13 +135,41 @@ class Channel:
                 "give tensors of another shape another name, or forget the slot first"
             )
 
+    def with_codec(self, codec: Codec) -> "Channel":
+        """The same memory, with the codec for one tensor's shape."""
+        if codec == self.codec:
+            return self
+        return Channel(codec, self.residuals, self.shapes, self.clock, self._holdings, self._sizes)
+
+    def check_sizes(self, call: str, name: str, sizes: tuple[int, ...]) -> None:
+        """Refuse a call of other sizes under a name that was used, and not forgotten.
+
+        Sizes are those that all ranks pass alike, also ranks that owe nothing since they only receive. So all
+        are told, and before anything is sent.
+        """
+        known = self._sizes.get((call, name), sizes)
+        if known != sizes:
+            raise InputError(
+                f"'{name}' owes something of {_counted(known)} elements, but {_counted(sizes)} are sent; "
+                "give tensors of another shape another name, or forget the slot first"
+            )
+
+    def note_sizes(self, call: str, name: str, sizes: tuple[int, ...]) -> None:
+        """That a call of these sizes has begun."""
+        self._sizes[call, name] = sizes
+
+    def _slots(self, name: str) -> list[str]:
+        """Those of a name: `name` itself, `name/...` and `name[...`."""
+        return [slot for slot in self.residuals if _is_of(slot, name)]
+
     def owed(self, name: str) -> dict[str, Tensor]:
         """What slots of a name owe: `name` itself, `name/...` and `name[...`; not where PowerSGD starts."""
         if not self._codec.feedback:
             return {}
-        slots = [slot for slot in self.residuals if slot == name or slot.startswith((f"{name}/", f"{name}["))]
         return {
-            slot: self._held(slot) for slot in slots if self.residuals[slot].numel() and slot[-2:] != "/q"
+            slot: self._held(slot)
+            for slot in self._slots(name)
+            if self.residuals[slot].numel() and slot[-2:] != "/q"
         }
 
     def largest_owed(self, name: str) -> Tensor | None:
@@ -159,11 +189,14 @@ class Channel:
         if slot is None:
             self.residuals.clear()
             self.shapes.clear()
+            self._sizes.clear()
             self._release(list(self._holdings))
         else:
             self.residuals.pop(slot, None)
             self.shapes.pop(slot, None)
             self._release([slot])
+            for key in [key for key in self._sizes if _is_of(slot, key[1])]:
+                del self._sizes[key]
 
     def _release(self, slots: list[str]) -> None:
         """Let holdings of these slots look for their residuals again, at their next use."""
@@ -214,9 +247,11 @@ class Channel:
             raise InputError(f"the state is of '{codec}', this channel is '{self._codec.spec}'")
         for slot, residual in held.items():
             self._check_loaded(slot, residual, shapes[slot])
-        self._release(list(self._holdings))
-        self.residuals = {slot: residual.detach().clone() for slot, residual in held.items()}
-        self.shapes = {slot: tuple(shape) for slot, shape in shapes.items()}
+        mine = {slot: residual.detach().clone() for slot, residual in held.items()}
+        sides = {slot: tuple(shape) for slot, shape in shapes.items()}
+        self.forget()  # in place: plans may hold the same memory with another codec
+        self.residuals.update(mine)
+        self.shapes.update(sides)
 
     def _check_loaded(self, slot: object, residual: object, shape: object) -> None:
         """That this is a residual as this channel keeps them."""
@@ -242,6 +277,15 @@ class Channel:
         found = residual if store is None else store.decode(residual, sides[-1])
         if not bool(found.isfinite().all()):
             raise InputError(f"the state is damaged: '{slot}' is not finite")
+
+
+def _is_of(slot: str, name: str) -> bool:
+    """Whether a slot is of a name, and not of one that begins alike: fc1/sent is of fc1, fc10/sent is not."""
+    return slot == name or slot.startswith((f"{name}/", f"{name}["))
+
+
+def _counted(sizes: tuple[int, ...]) -> str:
+    return " + ".join(f"{size:,}" for size in sizes[:4]) + (" + ..." if len(sizes) > 4 else "")
 
 
 #: While a runtime records a call: the holdings that it opened.
@@ -299,6 +343,11 @@ class Holding:
         store.decode_segments(self.flat, found, self._segments)
         return found
 
+    def prepare(self, channel: Channel, device: torch.device) -> None:
+        """What may be refused of `open`, before anything is sent; a recording finds it out by itself."""
+        if OPENED is None and (self.flat is None or self.flat.device != device):
+            self._gather(channel, device)
+
     def close(self, channel: Channel, found: Tensor) -> None:
         """Keep what `open` gave."""
         store = self._store(channel)
@@ -309,6 +358,9 @@ class Holding:
 
     def _gather(self, channel: Channel, device: torch.device) -> None:
         """Take over what the slots owe so far; nothing, if they were never used."""
+        for slot, shape in self.slots:  # first, so that nothing is changed if one does not fit
+            if slot in channel.residuals:
+                channel.check_shape(slot, shape)
         store = self._store(channel)
         if store is None:
             flat = torch.zeros(self.numel, device=device)
@@ -325,7 +377,6 @@ class Holding:
             view, at = flat[at:end].view(*rows, width), end
             held = channel.residuals.get(slot)
             if held is not None:
-                channel.check_shape(slot, shape)
                 view.copy_(held.view(view.shape))
             channel._release([slot])
             channel.residuals[slot], channel.shapes[slot], channel._holdings[slot] = view, shape, self

@@ -67,6 +67,11 @@ class Disagreement(CommError):  # noqa: N818
     """Ranks called different things. All of them know it, and can go on."""
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether thinwire refused what it was given, rather than failed to send it."""
+    return isinstance(error, ThinwireError) and not isinstance(error, CommError)
+
+
 class LabError(ThinwireError, RuntimeError):
     """Emulated hosts cannot be made, or what ran on them failed."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire import simulate
+from thinwire import Stream, simulate
 from thinwire.runtimes import local
 from thinwire.simulate import Arithmetic, Counters, Nodes, Precision, Stages
 

@@ -501,6 +501,83 @@ def refused(rank, world):
     good(world)
 
 
+OTHER = "another name, or forget the slot first"
+
+
+def reused(rank, world):
+    """A name that owes something, and a tensor of another size: all ranks are told, and the group goes on."""
+    del rank
+    ways = [
+        ("onebit/64+ef", schedule) for schedule in ("one_shot", "two_shot", "ring", "tree", "hierarchical/1")
+    ]
+    ways += [("fp32+ef", "low_rank/2"), ("aps/e4m3+ef", "two_shot"), ("bf16+ef", "accumulate/sequential")]
+    for codec, schedule in ways:
+        channel, found = thinwire.Channel(codec), []
+        for loaded in (False, True):
+            for options in ({}, {"async_op": True}):
+                work = thinwire.all_reduce(torch.ones(30, 40), channel, schedule=schedule, **options)
+                assert work is None or work.wait()
+                before = {slot: each.clone() for slot, each in channel.residuals.items()}
+
+                def call(shape=(30, 50), options=options, channel=channel, schedule=schedule):
+                    work = thinwire.all_reduce(torch.ones(shape), channel, schedule=schedule, **options)
+                    return work.wait() if work else None
+
+                # What was loaded does not say of what size the tensor was: here slots tell, and on all ranks
+                if not loaded or schedule in ("one_shot", "two_shot", "low_rank/2", "accumulate/sequential"):
+                    found.append(raises(InputError, OTHER, call))
+                assert channel.residuals.keys() == before.keys()
+                assert all(torch.equal(each, before[slot]) for slot, each in channel.residuals.items())
+                good(world), good(world, 1234, schedule="ring", async_op=False)
+                call((30, 40))
+            state = channel.state_dict()
+            channel.load_state_dict(state)
+        assert found
+    two = thinwire.Channel("onebit/64+ef")
+    first = thinwire.all_reduce(torch.ones(100), two, name="two", async_op=True)
+    second = thinwire.all_reduce(torch.ones(101), two, name="two", async_op=True)
+    third = thinwire.all_reduce(torch.ones(100), two, name="two", async_op=True)
+    assert first.wait()
+    raises(InputError, OTHER, second.wait)
+    assert third.wait()
+    good(world)
+
+
+def reused_elsewhere(rank, world):
+    """The same for other collectives, and for messages."""
+    channel = thinwire.Channel("onebit/64+ef")
+    for numel, other in ((100, 101), (100, 99)):
+        x, y = torch.ones(numel), torch.ones(other)
+        many, more = torch.ones(world * numel), torch.ones(world * other)
+        for call in (
+            lambda x, _: thinwire.broadcast(x, 1, channel, name="broadcast"),
+            lambda x, many: thinwire.all_gather(many, x, channel, name="gather"),
+            lambda x, many: thinwire.reduce_scatter(x, many, channel, name="scatter"),
+        ):
+            call(x, many)
+            raises(InputError, OTHER, call, y, more)
+            call(x, many)
+            good(world)
+    for slot in ("broadcast", "broadcast/sent"):
+        channel.forget(slot)
+    thinwire.broadcast(torch.ones(101), 1, channel, name="broadcast")
+    right, left = (rank + 1) % world, (rank - 1) % world
+    ears = thinwire.Channel("onebit/64+ef")
+    for numel in (50, 60, 50):  # the second is refused where it is sent, so nobody waits for it
+        if numel == 60:
+            channel.load_state_dict(channel.state_dict())  # then it is found out when it is encoded
+            raises(InputError, OTHER, thinwire.isend, torch.ones(60), right, channel, name="letter")
+            raises(InputError, OTHER, thinwire.send, torch.ones(60), right, channel, name="letter")
+            continue
+        room = torch.zeros(numel)
+        coming = thinwire.irecv(room, left, ears, name="letter")
+        going = thinwire.isend(torch.ones(numel), right, channel, name="letter")
+        assert coming.wait()
+        assert going.wait()
+        assert room.eq(1).all()
+    good(world)
+
+
 def not_a_member(rank, world):
     group = dist.new_group([0, 1])
     if rank == 2:
@@ -561,7 +638,8 @@ DISAGREE["letter_of_another_size"] = Scenario(letter_of_another_size, world=2)
 ENDS = {
     each.__name__: Scenario(each)
     for each in (
-        destroyed, destroyed_by_all, left_behind, made_again, not_finite, refused, not_a_member, forked,
+        destroyed, destroyed_by_all, left_behind, made_again, not_finite, refused, reused,
+        reused_elsewhere, not_a_member, forked,
         forked_before_any_call, no_group,
     )
 }  # fmt: skip

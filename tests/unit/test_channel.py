@@ -9,6 +9,7 @@ import torch
 from thinwire import Channel, Stream, codecs
 from thinwire.codecs import CODECS, RandomK
 from thinwire.errors import CodecError, InputError
+from thinwire.runtimes import arguments, local
 
 UNIT = 2.0**-24  # half a unit in the last place of float32, relative
 OWING = [name for name, codec in CODECS.items() if codec.feedback]
@@ -261,6 +262,58 @@ def test_a_loaded_state_shares_no_memory():
     kept = again.residuals["w"].clone()
     channel.encode(gauss(100, seed=1), "w")
     assert torch.equal(again.residuals["w"], kept)
+
+
+def test_a_loaded_state_is_used_by_calls_that_were_worked_out_before():
+    """A plan holds the channel's memory with the codec for a shape."""
+    given = [[gauss(8, 12, seed=2 * step + rank) for rank in range(2)] for step in range(5)]
+    plans = [arguments.Plans() for _ in range(2)]
+
+    def send(step, channels):
+        tensors = [x.clone() for x in given[step]]
+        local.run(
+            [
+                arguments.all_reduce_job(
+                    [x], channel, "sum", "one_shot", local.Rank(rank, 2, plans=plans[rank])
+                )
+                for rank, (x, channel) in enumerate(zip(tensors, channels, strict=True))
+            ]
+        )
+        return tensors[0]
+
+    channels = [Channel("onebit/column+ef") for _ in range(2)]
+    send(0, channels)
+    states = [channel.state_dict() for channel in channels]
+    through = [send(step, channels) for step in (1, 2)]
+    for channel, state in zip(channels, states, strict=True):
+        channel.load_state_dict(state)
+    assert all(torch.equal(send(step, channels), found) for step, found in zip((1, 2), through, strict=True))
+
+
+def test_a_call_that_is_refused_moves_no_residual():
+    """Of a bucket whose last tensor does not fit; and a name may be used anew once it was forgotten."""
+    channels = [Channel("onebit/64+ef") for _ in range(2)]
+
+    def send(*numels):
+        tensors = [[gauss(n, seed=rank) for n in numels] for rank in range(2)]
+        local.all_reduce(tensors, channels, schedule="two_shot", name=["a", "b"])
+
+    send(100, 200)
+    kept = channels[0].state_dict()
+    for channel in channels:
+        channel.load_state_dict(channel.state_dict())  # which does not say how large tensors were
+    for _ in range(2):
+        with pytest.raises(InputError, match="forget the slot first"):
+            send(100, 300)
+    for slot, held in kept["residuals"].items():
+        assert torch.equal(channels[0].residuals[slot], held)
+    send(100, 200)
+    with pytest.raises(InputError, match="'b' owes something of 200 elements, but 300 are sent"):
+        send(100, 300)
+    for channel in channels:
+        for slot in [slot for slot in channel.residuals if slot.startswith("b/")]:
+            channel.forget(slot)
+    send(100, 300)
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"residuals": None}, {"codec": "onebit/128+ef"}])

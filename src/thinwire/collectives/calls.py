@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.outside import outside_of_graphs
-from thinwire.errors import InputError
+from thinwire.errors import InputError, ThinwireError, is_refusal
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
 from thinwire.runtimes import job as jobs
@@ -16,6 +17,9 @@ from thinwire.runtimes.job import Call, Job
 from thinwire.runtimes.lines import Group, Line, line
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import Exchanges, Schedule, Seat, moves
+
+Way: TypeAlias = tuple[int, int]  #: from one rank to another, by their places in the group
+T = TypeVar("T")
 
 
 @outside_of_graphs
@@ -182,8 +186,8 @@ def send(
     rng: Stream | None = None,
 ) -> None:
     """To global rank `dst`, which must call `recv` with a tensor of the same size and dtype."""
-    here, job, number = _message(tensor, dst, codec, group, name, rng, sends=True)
-    here.run_apart(job, number)
+    here, job, way = _message(tensor, dst, codec, group, name, rng, sends=True)
+    _numbered(here, way, lambda number: here.run_apart(job, number))
 
 
 @outside_of_graphs
@@ -196,8 +200,8 @@ def recv(
     name: str = "tensor",
 ) -> None:
     """From global rank `src`, into `tensor`."""
-    here, job, number = _message(tensor, src, codec, group, name, None, sends=False)
-    here.run_apart(job, number)
+    here, job, way = _message(tensor, src, codec, group, name, None, sends=False)
+    _numbered(here, way, lambda number: here.run_apart(job, number))
 
 
 @outside_of_graphs
@@ -211,8 +215,8 @@ def isend(
     rng: Stream | None = None,
 ) -> Letter:
     """`send` without waiting; what is sent is encoded before this returns."""
-    here, job, number = _message(tensor, dst, codec, group, name, rng, sends=True)
-    return here.submit_apart(job, number)
+    here, job, way = _message(tensor, dst, codec, group, name, rng, sends=True)
+    return _numbered(here, way, lambda number: here.submit_apart(job, number))
 
 
 @outside_of_graphs
@@ -220,8 +224,8 @@ def irecv(
     tensor: Tensor, src: int, codec: AnyCodec, group: Group | None = None, *, name: str = "tensor"
 ) -> Letter:
     """`recv` without waiting; the tensor is there once `wait` returns."""
-    here, job, number = _message(tensor, src, codec, group, name, None, sends=False)
-    return here.submit_apart(job, number)
+    here, job, way = _message(tensor, src, codec, group, name, None, sends=False)
+    return _numbered(here, way, lambda number: here.submit_apart(job, number))
 
 
 def _message(
@@ -233,7 +237,7 @@ def _message(
     rng: Stream | None,
     *,
     sends: bool,
-) -> tuple[Line, Job, int]:
+) -> tuple[Line, Job, Way]:
     here = line(group, check([tensor]))
     peer = _place(here, other, "dst" if sends else "src")
     if peer == here.rank:
@@ -247,13 +251,25 @@ def _message(
     call = arguments.call_of("send", [tensor], seat.channel, "", road)
     steps = moves.send if sends else moves.recv
     job = _single(call, lambda own: steps(outs[0], own, peer), seat, tensor, None if sends else after)
-    here.letters[way] = number
-    return here, job, number
+    return here, job, way
+
+
+def _numbered(here: Line, way: Way, go: Callable[[int], T]) -> T:
+    """Number a message between two ranks; one that is refused before it is sent does not count."""
+    number = here.letters[way] = here.letters.get(way, 0) + 1
+    try:
+        return go(number)
+    except ThinwireError as error:
+        if is_refusal(error):
+            here.letters[way] = number - 1
+        raise
 
 
 def _single(call: Call, steps: Callable[[Seat], Exchanges], seat: Seat, result: object, after: After) -> Job:
     device = listed(result)[0].device  # type: ignore[arg-type]
-    job = jobs.single(call, lambda buffers: steps(replace(seat, buffers=buffers)), device)
+    owes = seat.codec.feedback and seat.world > 1 and call.numels  # which all ranks pass alike
+    named = jobs.Named(call.op, ((seat.channel, seat.name, call.numels),)) if owes else None
+    job = jobs.single(call, lambda buffers: steps(replace(seat, buffers=buffers)), device, named)
     job.result, job.after = result, after
     return job
 

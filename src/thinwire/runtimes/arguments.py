@@ -253,9 +253,7 @@ def codec_of(channel: Channel) -> Codec:
 
 def shaped(channel: Channel, codec: Codec) -> Channel:
     """The same memory, with the codec for one tensor's shape."""
-    if codec == channel.codec:
-        return channel
-    return Channel(codec, channel.residuals, channel.shapes, channel.clock, channel._holdings)
+    return channel.with_codec(codec)
 
 
 def stream_of(rng: Stream | None, here: Place) -> Stream:

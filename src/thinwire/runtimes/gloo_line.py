@@ -99,7 +99,11 @@ class GlooLine(GroupLine):
         def talks() -> bool:
             return job.agreement is not None or self._greets(job.call)
 
-        running = Running(job, Work(job.result, job.device), post, begin, talks, job.adds, number)
+        def post_piece(request: Request, piece: int, exchange: int) -> Pending:
+            running.sent = True
+            return post(request, piece, exchange)
+
+        running = Running(job, Work(job.result, job.device), post_piece, begin, talks, job.adds, number)
         if job.adds and self.transport.sums is None and self.world > 1:
             self._make_sums(running)
         return running
@@ -137,8 +141,8 @@ class GlooLine(GroupLine):
         return [bytes(row.tolist()) for row in wires]
 
     def _failed(self, error: BaseException, running: Running | None) -> BaseException:
-        """What to tell the user; after anything but a disagreement the group cannot go on."""
-        if isinstance(error, Disagreement):
+        """What to tell the user; the group can go on if ranks disagree, or nothing was sent of a bad call."""
+        if isinstance(error, Disagreement) or (running is not None and running.spares(error)):
             return error
         self._pool.clear()  # messages may still come into these
         where = f"{running.job.call} failed on rank {self.rank}: " if running else ""

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from thinwire.channel import Channel
 from thinwire.clock import COMPUTE, WIRE, Clock
 from thinwire.codecs import Codec
 from thinwire.rounding import Stream
@@ -136,6 +137,30 @@ class Ranks:
     inside: int = 1
 
 
+@dataclass(frozen=True)
+class Named:
+    """Names under which a call leaves residuals, and the sizes that all ranks pass under them."""
+
+    op: str
+    names: tuple[tuple[Channel, str, tuple[int, ...]], ...] = ()
+
+    def check(self) -> None:
+        """Refuse names that owe something of other sizes."""
+        for channel, name, sizes in self.names:
+            channel.check_sizes(self.op, name, sizes)
+
+    def begun(self, start: Start, buffers: Buffers) -> Exchanges:
+        """The first piece of a call: once it has begun, its sizes are those of the names."""
+        self.check()  # again, after earlier calls
+        steps = start(buffers)
+        first = next(steps, None)
+        for channel, name, sizes in self.names:
+            channel.note_sizes(self.op, name, sizes)
+        if first is not None:
+            yield first
+            yield from steps
+
+
 class Plan:
     """An all-reduce of tensors of known sizes and places, worked out once for one rank.
 
@@ -157,6 +182,9 @@ class Plan:
         self._here, self._how = here, {"weight": weight, "together": together}
         self.place: int | None = None  #: which of a runtime's streams it uses
         self.recordings: dict[tuple[int, ...], Any] = {}  #: kept by a runtime, by where the vectors are
+        self.named = Named(
+            call.op, tuple((item.channel, item.name, (item.numel,)) for item in items if item.codec.feedback)
+        )
         self.agreement = Agreement(self.items if here.world > 1 else (), here.rank, here.world)
         numels = [item.numel if here.world > 1 else 0 for item in items]
         groups = spans(numels, [item.codec for item in items], schedule, together=together)
@@ -176,7 +204,8 @@ class Plan:
         return Plan(items, self.schedule, self._here, self.call, **self._how)  # type: ignore[arg-type]
 
     def job(self, vectors: Sequence[Tensor], rng: Stream | None = None) -> Job:
-        """The job of one call."""
+        """The job of one call; names that owe something of another size are refused."""
+        self.named.check()
         agreed: list[Agreed] = []
         clock = self.items[0].channel.clock
 
@@ -184,8 +213,9 @@ class Plan:
             agreed.append((yield from self.agreement.run(vectors)))
 
         def starts() -> Iterator[Start]:
-            for batch in self.batches:
-                yield partial(_piece, batch, vectors, rng, agreed, self.schedule, clock)
+            for i, batch in enumerate(self.batches):
+                start = partial(_piece, batch, vectors, rng, agreed, self.schedule, clock)
+                yield start if i or not self.named.names else partial(self.named.begun, start)
 
         agreement = agree() if self.agreement else None
         job = Job(self.call, starts, agreement, vectors[0].device, self.schedule.adds, clock=clock)
@@ -229,8 +259,13 @@ def _timed(steps: Exchanges, clock: Clock, device: torch.device) -> Exchanges:
         yield request
 
 
-def single(call: Call, steps: Callable[[Buffers], Exchanges], device: torch.device) -> Job:
+def single(
+    call: Call, steps: Callable[[Buffers], Exchanges], device: torch.device, named: Named | None = None
+) -> Job:
     """The job of a collective that is one piece."""
+    if named is not None:
+        named.check()
+        steps = partial(named.begun, steps)
     return Job(call, lambda: iter([steps]), None, device)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.errors import Disagreement
+from thinwire.errors import Disagreement, ThinwireError, is_refusal
 from thinwire.runtimes.job import Flights, Job, Post, Start, drive
 from thinwire.runtimes.work import Work
 from thinwire.schedules import Buffers
@@ -36,7 +36,12 @@ class Running:
     alone: bool  #: whether nothing else may be in flight
     number: int  #: of the call
     flying: int = 0
+    sent: bool = False  #: whether any of its pieces is on its way
     ended: bool = False  #: whether all pieces have begun
+
+    def spares(self, error: BaseException) -> bool:
+        """Whether the group can go on after an error of this call."""
+        return isinstance(error, Disagreement) or (not self.sent and is_refusal(error))
 
 
 Offer = tuple[Start, Running, int]
@@ -132,7 +137,7 @@ class Lane:
             while True:
                 while not flights.full and (offer := next(offers)) is not None:
                     start, running, piece = offer
-                    running.flying += flights.launch(start, running.post, piece, running)
+                    self._launch(flights, start, running, piece)
                 if flights:
                     self._resume(flights)
         except StopIteration:  # there will be no more jobs
@@ -155,19 +160,36 @@ class Lane:
             if running.alone or running.talks():
                 while flights:
                     self._resume(flights)
-            try:
-                self._begin(running)
-            except Disagreement as error:
-                self._end(running, error)
+            if not self._begins(running):
                 continue
-            if running.alone:
-                drive(running.job, running.post, self._pool)
-            else:
-                for piece, start in enumerate(running.job.starts()):
-                    yield start, running, piece
+            for piece, start in enumerate(running.job.starts() if not running.alone else ()):
+                yield start, running, piece
+                if running.work.is_completed():  # it was refused
+                    break
             running.ended = True
             now.clear()
             self._done(running)
+
+    def _begins(self, running: Running) -> bool:
+        """What comes before a job's pieces, or all of it if it runs alone; False if it was refused."""
+        try:
+            self._begin(running)
+            if running.alone:
+                drive(running.job, running.post, self._pool)
+        except ThinwireError as error:
+            if not running.spares(error):
+                raise
+            self._end(running, error)
+            return False
+        return True
+
+    def _launch(self, flights: Flights, start: Start, running: Running, piece: int) -> None:
+        try:
+            running.flying += flights.launch(start, running.post, piece, running)
+        except ThinwireError as error:
+            if not running.spares(error):
+                raise
+            self._end(running, error)
 
     def _begin(self, running: Running) -> None:
         device = running.job.device

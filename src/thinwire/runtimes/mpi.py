@@ -28,10 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import CommError, Disagreement, InputError, MissingDependencyError, ScheduleError
+from thinwire.errors import (
+    CommError,
+    Disagreement,
+    InputError,
+    MissingDependencyError,
+    ScheduleError,
+    is_refusal,
+)
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import SUM, AnyCodec, Plans, all_reduce_job, check, listed
-from thinwire.runtimes.job import Call, Job, Pending, Plan, drive
+from thinwire.runtimes.job import AGREEMENT, Call, Job, Pending, Plan, drive
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, SendRecv
 from thinwire.schedules.exchange import arriving, fill, starts
@@ -120,6 +127,7 @@ class Line:
         self.rank, self.world = comm.Get_rank(), comm.Get_size()
         self.number = 0  #: of the last call
         self.broken = ""  #: why no call can follow
+        self._sent = False  #: whether any piece of the last call is on its way
         self.letters: dict[tuple[int, int], int] = {}  #: messages between two ranks so far
         self._exchanges, self._letters = (Mpi(_with_exceptions(comm.Dup())) for _ in range(2))
         self._inside = _ranks_of_a_node(comm)
@@ -141,12 +149,15 @@ class Line:
         with self._turn:
             self._check()
             self.number += 1
+            self._sent = False
             try:
                 self._compare(job.call)
                 drive(job, self._post, self._pool)
             except Disagreement:
                 raise
             except BaseException as error:
+                if is_refusal(error) and not self._sent:
+                    raise
                 self.broken = f"{job.call} failed on rank {self.rank}: {error}"
                 if isinstance(error, CommError | library().Exception):
                     raise CommError(self.broken) from error
@@ -198,6 +209,7 @@ class Line:
             raise CommError(f"no call can follow on this communicator: {self.broken}")
 
     def _post(self, request: Request, piece: int, exchange: int) -> Pending:
+        self._sent = self._sent or piece != AGREEMENT
         return self._exchanges.post(request, (piece << 5 | exchange & 0x1F) % TAGS)
 
     def _compare(self, call: Call) -> None:

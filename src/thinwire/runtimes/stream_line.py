@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.channel import MovedError, opened
 from thinwire.clock import COMPUTE, WIRE, Clock, Mark, is_recording
-from thinwire.errors import CommError
+from thinwire.errors import CommError, is_refusal
 from thinwire.runtimes import streams
 from thinwire.runtimes.group_line import GroupLine, checks_every_call, timeout_of
 from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Plan, Post, Start, drive, run_alone
@@ -66,6 +66,7 @@ class StreamLine(GroupLine):
         self._pool = [Buffers(torch.cuda.Stream(self.device, priority=-1)) for _ in range(WINDOW)]
         self._apart: list[Buffers] = []
         self._turn = 0  #: which stream the next new call begins with
+        self._sent = False  #: whether any piece of the last call is on its way
         self._recorder: Recorder | None = None  #: while a call is recorded
         self._ready = torch.cuda.Event()
         self._met: dict[int, Call] = {}  #: calls of plans that are kept, by address
@@ -143,6 +144,7 @@ class StreamLine(GroupLine):
         """Put something on streams, behind what is on the current one, and have it watched."""
         current = streams.current(self.device)
         self._ready.record(current)
+        self._sent = False
         try:
             last = put()
             done = last.record_event()
@@ -151,7 +153,8 @@ class StreamLine(GroupLine):
         except BaseException as error:
             if str(error).startswith("NCCL"):  # an error that torch has no class for
                 raise CommError(self._fallen(call, error)) from error
-            self.broken = f"{call} failed on rank {self.rank}: {error}"
+            if self._sent or not is_refusal(error):
+                self.broken = f"{call} failed on rank {self.rank}: {error}"
             raise
         finally:
             streams.enter(current)
@@ -169,7 +172,7 @@ class StreamLine(GroupLine):
 
     def _put(self, job: Job, post: Post | None = None) -> torch.cuda.Stream:
         """The pieces of a job; the stream on which all of it ends."""
-        post = post or functools.partial(_post, self.transport, job.clock, job.device)
+        post = post or functools.partial(self._post, job.clock, job.device)
         pool = self._streams(job.plan)
         pieces = list(job.starts())
         first = self._begin(pool[0])
@@ -181,6 +184,12 @@ class StreamLine(GroupLine):
         elif pieces:
             first = self._take_turns(pieces, post, pool)
         return first
+
+    def _post(
+        self, clock: Clock | None, device: torch.device, request: Request, piece: int, exchange: int
+    ) -> Pending:
+        self._sent = self._sent or piece != AGREEMENT
+        return _post(self.transport, clock, device, request, piece, exchange)
 
     def _take_turns(self, pieces: list[Start], post: Post, pool: list[Buffers]) -> torch.cuda.Stream:
         """Several pieces in flight; the stream on which the last of them ends waits for the others."""

@@ -22,6 +22,7 @@ def gathered(x: Tensor, seat: Seat, combine: Combine) -> Exchanges:
     nbytes = seat.codec.nbytes(x.numel())
     wires = seat.buffer("wires", (seat.world, nbytes), x)
     encode = partial(seat.encode, x, "sent", wires[seat.rank])
+    seat.check(x, "sent")
     yield AllGather(wires.view(-1), (nbytes,) * seat.world, fill=encode)
     if x.device.type != "meta" and x.numel():
         combine([wires], [seat], [x])

@@ -48,6 +48,8 @@ def one_shot(use: Use) -> Exchanges:
         use.encode(layout.sent, wires[rank * layout.stride :])
 
     fill = None if use.is_meta else encode
+    if not use.is_meta:
+        use.prepare(layout.sent)
     yield use.asked("gather", lambda: AllGather(wires, layout.sizes, fill=fill, stride=layout.stride))
     if not use.is_meta:
         use.add_up(layout.sent, wires, layout.stride)
@@ -62,6 +64,7 @@ def two_shot(use: Use) -> Exchanges:
     sizes, stride = layout.sizes, layout.stride
     wires, received = (use.buffer(name, world * stride) for name in ("wires", "received"))
     if not use.is_meta:
+        use.prepare((*layout.sent, *layout.own))
         use.encode(layout.sent, wires)
     yield use.asked("exchange", lambda: AllToAll(wires, sizes, received, stride=stride))
     if not use.is_meta:

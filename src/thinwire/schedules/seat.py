@@ -196,6 +196,12 @@ class Seat:
         assert self.rng is not None
         return replace(self.rng, tensor=f"{self.name}/{stage}", rank=self.rng.rank)
 
+    def check(self, x: Tensor, stage: str) -> None:
+        """That residuals of a stage are of this size, before an exchange that encodes on its way."""
+        slot = f"{self.name}/{stage}"
+        if self.codec.feedback and slot in self.channel.residuals:
+            self.channel.check_shape(slot, tuple(x.shape))
+
     def encode(self, x: Tensor, stage: str, out: Tensor, start: int = 0) -> Tensor:
         """A vector to bytes; `start` is where it begins in what the agreement was about."""
         shared = self.shared_by(x, start)

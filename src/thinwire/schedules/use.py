@@ -78,6 +78,12 @@ class Use:
             found = self._requests[name] = make()
         return found
 
+    def prepare(self, legs: Legs) -> None:
+        """Find the residuals of all segments, so that what does not fit is refused before any is used."""
+        for rows in legs:
+            if rows.holding is not None:
+                rows.holding.prepare(rows.channel, self.device)
+
     def encode(self, legs: Legs, wires: Tensor) -> None:
         """Every segment into its wire."""
 
