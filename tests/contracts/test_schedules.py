@@ -558,6 +558,32 @@ def test_pieces_of_a_ring_are_equal_on_all_ranks_and_as_good(spec, monkeypatch):
     assert relative_error(cut[0], exact) == pytest.approx(relative_error(whole[0], exact), rel=0.1)
 
 
+@moving
+@pytest.mark.parametrize("spec", ["int8/64~shared", "int8/64~shared+ef"])
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_every_block_has_its_own_agreed_scale_wherever_it_travels(schedule, spec, tensors, monkeypatch):
+    """In a later piece, in any shard, between nodes, in a later tensor: blocks differ by powers of two."""
+    if schedules.get(schedule).refuses(codecs.get(spec)):
+        pytest.skip("it does not serve this codec")
+    world, numel = 4, 40 * 64
+    unit = torch.exp2(torch.arange(numel // 64) % 40 - 20.0).repeat_interleave(64)
+    ranks = [
+        [gauss(numel, seed=10 * rank + i).clamp(-3, 3) * unit.roll(640 * i) for i in range(tensors)]
+        for rank in range(world)
+    ]
+    for rank, i in itertools.product(range(world), range(tensors)):  # sums fit under a block's scale
+        ranks[rank][i][::64] = 0.0 if rank else 16.0 * unit.roll(640 * i)[::64]
+    exact = [torch.stack([each[i] for each in ranks]).double().sum(0) for i in range(tensors)]
+    uncut = jobs.spans
+    for piece in (512, 1 << 20):
+        monkeypatch.setattr(jobs, "spans", functools.partial(uncut, piece=piece))
+        found = reduced(ranks, spec, "sum", schedule)
+        assert alike(found)
+        for i in range(tensors):
+            off = (found[0][i].double() - exact[i]).abs() / unit.roll(640 * i)
+            assert float(off.max()) < 8 * 16 / 127, (piece, i)  # a few steps of a block's own scale
+
+
 def test_small_tensors_of_a_bucket_travel_together_up_to_a_piece(monkeypatch):
     numels = [300] * 10 + [5000] + [1] * 3
     codec, plan = codecs.get("int8/256"), SCHEDULES["two_shot"]

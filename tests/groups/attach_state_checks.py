@@ -171,6 +171,31 @@ def ladder(rank, world):
     return back
 
 
+def ladder_looks(rank, world):
+    """A ladder looks at what the optimizer will see: reduced gradients, the same bits on all ranks."""
+    del world
+    for shadow in (0, 1):
+        net = bag(SHAPES)
+        wire = thinwire.attach(net, fast("int4/128+ef", "int8/256+ef"), shadow=shadow)
+        see, seen = wire.climber.see, {}
+
+        def spy(name, gradient, see=see, seen=seen):
+            seen[name] = gradient.clone()
+            see(name, gradient)
+
+        wire.climber.see = spy
+        for step in range(3):
+            seen.clear()
+            found = feed(net, steered(rank, step))
+            assert sorted(seen) == ["w0", "w2"], sorted(seen)  # w1 is not on the ladder
+            equal([seen["w0"], seen["w2"]], [found[0], found[2]], f"step {step}")
+            alike(digest([seen["w0"], seen["w2"]]))
+            own = steered(rank, step)
+            assert not torch.equal(seen["w0"], own[0])
+        assert all(torch.isfinite(each).all() for each in wire.climber._sums.values())
+    return net
+
+
 def epochs(rank, world):
     """Rules may name epochs."""
     del world
@@ -338,4 +363,4 @@ def one_rank(rank, world):
     return None
 
 
-CHECKS = (conserved, switched, ladder, epochs, resharded, auto, one_rank)
+CHECKS = (conserved, switched, ladder, ladder_looks, epochs, resharded, auto, one_rank)

@@ -128,6 +128,23 @@ def test_slots_do_not_mix():
     assert together.residuals == {}
 
 
+def test_what_a_name_owes_is_not_what_names_owe_that_begin_alike():
+    channel = Channel("onebit/64+ef")
+    mine = ["fc1", "fc1/sent", "fc1/sent/tail", "fc1[0]/sent", "fc1[1024]/reduced"]
+    slots = [*mine, "fc10", "fc10/sent", "fc10[0]/sent", "fc1.bias/sent", "fc/sent", "net.fc1/sent"]
+    for number, slot in enumerate(slots, 1):
+        channel.encode(gauss(100) * 10.0**number, slot)
+    assert list(channel.owed("fc1")) == mine
+    assert list(channel.owed("fc10")) == slots[5:8]
+    for slot, held in channel.owed("fc1").items():
+        assert torch.equal(held, channel.residuals[slot])
+    most = max(channel.residuals[slot].abs().max() for slot in mine)
+    assert channel.largest_owed("fc1") == most
+    assert most < channel.largest_owed("fc10")
+    assert channel.owed("nobody") == {}
+    assert channel.largest_owed("nobody") is None
+
+
 def test_two_channels_of_one_codec_owe_apart():
     one, other = Channel("onebit/64+ef"), Channel("onebit/64+ef")
     one.encode(gauss(100), "w")

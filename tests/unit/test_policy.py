@@ -72,6 +72,42 @@ def test_steps_change_the_codec():
     assert [hybrid.route(WEIGHT, step).codec for step in (0, 499, 500)] == ["fp16", "fp16", "aps/e4m3"]
 
 
+USUAL = [name for name, recipe in RECIPES.items() if recipe.rules[0].max_ndim == 1]
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_small_tensors_are_float32_up_to_just_under_the_limit(name):
+    """Vectors whatever their size; matrices of 9,999 elements, but not of 10,000."""
+    recipe = RECIPES[name]
+    assert policy.SMALL == 10_000
+
+    def codec(*shape):
+        return recipe.route(Tensorlike("layers.0.weight", "weight", shape)).codec
+
+    assert [codec(1_000_000), codec(99, 101), codec(9_999, 1)] == ["fp32"] * 3
+    assert codec(100, 100) == codec(1000, 1000) != "fp32"
+
+
+def test_hybrid_rules_are_asked_in_their_order():
+    """Small tensors are float32 first of all; embeddings and the last layer are wide, the rest is not."""
+
+    def route(name, role="weight", shape=(300, 200), step=0):
+        return [
+            RECIPES[recipe].route(Tensorlike(name, role, shape), step).codec
+            for recipe in ("hybrid-layers", "hybrid-steps")
+        ]
+
+    assert route("layers.0.weight") == ["aps/e4m3", "fp16"]
+    assert route("layers.0.weight", step=500) == ["aps/e4m3", "aps/e4m3"]
+    for name in ("fc.weight", "net.fc.weight", "lm_head.weight", "classifier.1.weight"):
+        assert route(name, step=500) == ["fp16", "aps/e4m3"], name
+    assert route("tokens.weight", "embedding", step=500) == ["fp16", "aps/e4m3"]
+    for step in (0, 500):
+        assert route("fc.bias", "bias", (20_000,), step) == ["fp32", "fp32"]
+        assert route("fc.weight", shape=(10, 99), step=step) == ["fp32", "fp32"]
+        assert route("tokens.weight", "embedding", (99, 101), step) == ["fp32", "fp32"]
+
+
 def test_roles_come_from_modules():
     net = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 3), nn.LayerNorm(3), nn.BatchNorm1d(3))
     assert [each.role for each in policy.describe(net)] == [
