@@ -7,6 +7,7 @@ ended. The group's time-out is a few seconds.
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -114,7 +115,8 @@ def killed_during_sum(rank, world):
         for _ in range(100):
             thinwire.all_reduce(x, "fp32")
 
-    said = raises(CommError, ["all_reduce of 25,000,000", "no word from rank 1"], sums)
+    said = raises(CommError, "all_reduce of 25,000,000", sums)
+    assert re.search(r"no word from rank (\d, )*1", said), said  # others may be slow to notice
     assert f"rank {rank} is gone" not in said, "a rank blames itself"
     assert f"rank {2 - rank} is gone" not in said, "a rank that gave up because of another is blamed"
 
