@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire import codecs, policy
-from thinwire.errors import PolicyError
+from thinwire.errors import Disagreement, PolicyError
 from thinwire.policy import Policy, Rule
 from thinwire.runtimes.trace import trace
 
@@ -304,11 +304,12 @@ def bad_policies(rank, world):
 
 
 def disagreements(rank, world):
-    """Ranks with different codecs: an error on every rank, soon."""
+    """Ranks with different codecs: an error on every rank, at once from attach, soon from bare hooks."""
     for pair in (("int8", "int4"), ("int8", "powersgd"), ("fp32", "int8")):
         group = dist.new_group(list(range(world)), timeout=timedelta(seconds=PATIENCE_S))
         net = model(process_group=group)
-        thinwire.attach(net, pair[rank > 0])
+        raises(Disagreement, f"rank 0 called attach of {pair[0]}", thinwire.attach, net, pair[rank > 0])
+        net.register_comm_hook(*thinwire.hooks.get(pair[rank > 0], net.module, group))
         began = time.perf_counter()
         try:
             train(net, rank, 2)
