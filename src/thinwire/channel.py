@@ -155,8 +155,12 @@ class Channel:
             )
 
     def note_sizes(self, call: str, name: str, sizes: tuple[int, ...]) -> None:
-        """That a call of these sizes has begun."""
+        """That a call of these sizes was made."""
         self._sizes[call, name] = sizes
+
+    def forget_sizes(self, call: str, name: str) -> None:
+        """That it was refused."""
+        self._sizes.pop((call, name), None)
 
     def _slots(self, name: str) -> list[str]:
         """Those of a name: `name` itself, `name/...` and `name[...`."""

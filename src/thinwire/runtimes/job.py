@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.channel import Channel
 from thinwire.clock import COMPUTE, WIRE, Clock
 from thinwire.codecs import Codec
+from thinwire.errors import InputError
 from thinwire.rounding import Stream
 from thinwire.schedules import Buffers, Exchanges, Request, Schedule
 from thinwire.schedules.agree import Agreement
@@ -144,18 +145,29 @@ class Named:
     op: str
     names: tuple[tuple[Channel, str, tuple[int, ...]], ...] = ()
 
-    def check(self) -> None:
-        """Refuse names that owe something of other sizes."""
+    def claim(self) -> None:
+        """Refuse names that owe something of other sizes, and note the sizes: when the call is made.
+
+        Not when it begins, which may be later on one rank than on another: all refuse the same calls.
+        """
         for channel, name, sizes in self.names:
             channel.check_sizes(self.op, name, sizes)
-
-    def begun(self, start: Start, buffers: Buffers) -> Exchanges:
-        """The first piece of a call: once it has begun, its sizes are those of the names."""
-        self.check()  # again, after earlier calls
-        steps = start(buffers)
-        first = next(steps, None)
         for channel, name, sizes in self.names:
             channel.note_sizes(self.op, name, sizes)
+
+    def release(self) -> None:
+        """The call was refused: what it claimed is not known any more."""
+        for channel, name, _ in self.names:
+            channel.forget_sizes(self.op, name)
+
+    def begun(self, start: Start, buffers: Buffers) -> Exchanges:
+        """The first piece of a call. If residuals do not fit it, nothing is known of the names' sizes."""
+        try:
+            steps = start(buffers)
+            first = next(steps, None)
+        except InputError:
+            self.release()
+            raise
         if first is not None:
             yield first
             yield from steps
@@ -205,7 +217,7 @@ class Plan:
 
     def job(self, vectors: Sequence[Tensor], rng: Stream | None = None) -> Job:
         """The job of one call; names that owe something of another size are refused."""
-        self.named.check()
+        self.named.claim()
         agreed: list[Agreed] = []
         clock = self.items[0].channel.clock
 
@@ -264,7 +276,7 @@ def single(
 ) -> Job:
     """The job of a collective that is one piece."""
     if named is not None:
-        named.check()
+        named.claim()
         steps = partial(named.begun, steps)
     return Job(call, lambda: iter([steps]), None, device)
 

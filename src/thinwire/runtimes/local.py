@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.channel import Channel
 from thinwire.codecs import Block, Codec
-from thinwire.errors import CommError
+from thinwire.errors import CommError, InputError
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import (
     SUM,
@@ -236,6 +236,16 @@ def run(jobs: Sequence[Job], *, once: bool = False) -> None:
     calls = {job.call for job in jobs}
     if len(calls) > 1:
         raise CommError("ranks disagree: " + "; ".join(f"one calls {call}" for call in calls))
+    try:
+        _run(jobs, once)
+    except InputError:
+        for job in jobs:
+            if job.plan is not None:
+                job.plan.named.release()
+        raise
+
+
+def _run(jobs: Sequence[Job], once: bool) -> None:
     if jobs[0].agreement is not None:
         lockstep([job.agreement for job in jobs if job.agreement is not None])
     pool = [Buffers()] * len(jobs) if once else [Buffers() for _ in jobs]
