@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 
 help:
 	@echo "make demo   training over a slow link, codec by codec: a table and demo.html (six minutes the first time)"
-	@echo "make test   every test (about twelve minutes on two cores)"
+	@echo "make test   every test (about fourteen minutes on two cores)"
 	@echo "make check  lint, format, types, layers"
 	@echo "make bench  speed of formats, codecs, collectives and training beside others (45 minutes; links need root)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"

@@ -141,7 +141,10 @@ def killed_in_training(rank, world, recipe):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.1)
-    thinwire.attach(model, recipe)
+    if recipe == "hook":
+        model.register_comm_hook(*thinwire.hooks.get("int8", net))
+    else:
+        thinwire.attach(model, recipe)
 
     def train():
         for step in range(2000):
@@ -628,7 +631,7 @@ KILLED = {
 }
 TRAINING = {
     f"killed_in_training_{recipe}": Scenario(partial(killed_in_training, recipe=recipe), 2, (1,), 2 * LATE_S)
-    for recipe in ("fp32", "fp16", "int8", "onebit", "powersgd", "auto")
+    for recipe in ("fp32", "fp16", "int8", "onebit", "powersgd", "auto", "hook")
 }
 DISAGREE = {
     each.__name__: Scenario(each)

@@ -142,8 +142,7 @@ class Wire:
         if self.double_buffer:
             return self._exchanged(plan, buffer)
         future = self._reduced(plan, buffer, self._under_way if self.joins else None)
-        if self.joins:
-            self._join(future, last=bucket.is_last())
+        self._join(future, last=bucket.is_last())
         return future
 
     def _join(self, future: "Future[Tensor]", *, last: bool) -> None:

@@ -144,7 +144,13 @@ class GroupLine(abc.ABC):
         """Tell all ranks of a call that sends nothing, and raise a `Disagreement` where theirs is another."""
         self._check()
         self.number += 1
-        self._compare(call, self.number)
+        try:
+            self._compare(call, self.number)
+        except Disagreement:
+            raise
+        except CommError as error:
+            self.broken = f"{call} failed on rank {self.rank}: {error}"
+            raise CommError(self.broken) from error
 
     def _greets(self, call: Call) -> bool:
         return self.world > 1 and (call not in self._known or checks_every_call())
