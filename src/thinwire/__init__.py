@@ -121,6 +121,7 @@ __all__ = [
     "schedules",
     "send",
     "simulate",
+    "testing",
     "zoo",
 ]
 
@@ -135,6 +136,7 @@ _MODULES = (
     "policy",
     "schedules",
     "simulate",
+    "testing",
     "zoo",
 )
 _HOMES = {

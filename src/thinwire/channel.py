@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.clock import ENCODE, Clock
-from thinwire.codecs import Codec
+from thinwire.codecs import AnySpec, Codec
 from thinwire.errors import InputError
 from thinwire.kernels.params import Segments
 from thinwire.rounding import Stream
@@ -52,7 +52,7 @@ class Channel:
     4.8
     """
 
-    codec: Codec | str
+    codec: AnySpec
     residuals: dict[str, Tensor] = field(default_factory=dict)  #: float32, or wires of the store's codec
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of what each slot sends
     clock: Clock | None = field(default=None, repr=False, compare=False)  #: that counts time spent here

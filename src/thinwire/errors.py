@@ -16,8 +16,28 @@
     ├── InputError              (TypeError)    a tensor of the wrong dtype, device or shape
     └── MissingDependencyError  (ImportError)  an optional package is absent; says which extra to install
 
-Every message says what is wrong and what would work.
+Every message says what is wrong and what would work; `unknown` words it for names.
 """
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown(kind: str, name: object, known: Iterable[str], listing: str = "", rest: str = "") -> str:
+    """What to say of a name that nothing has: the nearest there is, then where all of them are listed.
+
+    rest: what was given behind the name.
+
+    >>> unknown("codec", "itn8", ["int8", "fp16"], "`thinwire codecs` lists all")
+    "unknown codec 'itn8'; did you mean 'int8'? (`thinwire codecs` lists all)"
+    >>> unknown("data set", "x", ["mnist", "digits"])
+    "unknown data set 'x'; there are: mnist, digits"
+    """
+    names = list(known)
+    listing = listing or f"there are: {', '.join(names)}"
+    near = names if len(names) == 1 else difflib.get_close_matches(str(name).lower(), names, n=1)
+    said = f"did you mean '{near[0]}{rest}'? ({listing})" if near else listing
+    return f"unknown {kind} '{name}{rest}'; {said}"
 
 
 class ThinwireError(Exception):

@@ -1,8 +1,8 @@
 """Plain DDP communication hooks, for frameworks that take a state and a function.
 
-    state, hook = thinwire.hooks.get("int8/256")
+    state, hook = thinwire.hooks.get("int8", net)            # rules see the names of the network's parameters
     model.register_comm_hook(state, hook)                    # DDP, and Accelerate after prepare
-    DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)    # Lightning
+    DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)    # Lightning, on GPUs; else attach in a callback
 
 The state is the handle that `thinwire.attach` returns: `state.stats()`, `state.state_dict()`.
 """
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire import policy
+from thinwire.codecs import AnySpec
 from thinwire.integrations.auto import BUDGET, Choice
 from thinwire.integrations.ddp import AUTO, hook, know
 from thinwire.integrations.pilot import Pilot
@@ -25,7 +26,7 @@ Hook = Callable[[object, Any], torch.futures.Future[torch.Tensor]]
 
 
 def get(
-    codec: str | Policy = "int8",
+    codec: AnySpec | Policy = "int8",
     model: nn.Module | None = None,
     group: dist.ProcessGroup | None = None,
     *,

@@ -37,12 +37,17 @@ from typing import Any
 from torch import nn
 
 from thinwire import codecs, schedules
-from thinwire.errors import PolicyError, UnknownCodecError
+from thinwire.codecs import AnySpec, Codec
+from thinwire.codecs.portable import Portable
+from thinwire.errors import PolicyError, UnknownCodecError, unknown
+from thinwire.files import check_fields
+from thinwire.formats import Format
 
 SMALL = 10_000  #: elements under which a tensor is not worth encoding
 NOOP = "noop"  #: the policy that sends nothing
 LADDER = "ladder"  #: as a rule's codec: the one of the policy's ladder
 ROLES = ("weight", "bias", "norm", "embedding")
+IN_FILES = {"codec": str, "levels": tuple[str]}  #: where Python also takes a Codec or a Format
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
@@ -60,10 +65,10 @@ class Tensorlike:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Portable):
     """What to do with tensors that match: a codec and a schedule. Everything that is not said matches."""
 
-    codec: str
+    codec: Any  #: a spec; of a Codec or a Format that is given, its spec is kept
     schedule: str = "auto"
     name: str = "*"  #: a glob
     role: str = "*"  #: one of ROLES
@@ -77,7 +82,10 @@ class Rule:
     last_epoch: int | None = None
     why: str = ""  #: in a few words, for listings
 
+    _codecs = ("codec",)
+
     def __post_init__(self) -> None:
+        self._spell()
         if self.codec != LADDER:
             codec = codecs.get(self.codec)
             if self.schedule != "auto":
@@ -107,7 +115,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Ladder(Portable):
     """Codecs from narrow to wide, climbed as training asks for it: the idea of MuPPET (2020).
 
     Gradients of several looks at training point the same way, or do not: their diversity is
@@ -119,7 +127,7 @@ class Ladder:
     all-reduce, so that all ranks see the same.
     """
 
-    levels: tuple[str, ...]
+    levels: tuple[Any, ...]  #: specs, as those of rules
     every: int = 100
     window: int = 3
     patience: int = 2
@@ -127,7 +135,10 @@ class Ladder:
     decay: float = 0.1
     calm: int = 0  #: 0: never back
 
+    _codecs = ("levels",)
+
     def __post_init__(self) -> None:
+        self._spell()
         if len(self.levels) < 2 or min(self.every, self.patience) < 1 or self.window < 2 or self.calm < 0:
             raise PolicyError(
                 "a ladder needs 2 levels or more, every and patience >= 1, window >= 2, calm >= 0"
@@ -236,12 +247,15 @@ class Policy:
         return "\n".join(lines) + "\n"
 
 
-def get(policy: "str | Policy") -> Policy:
-    """A policy as it is, a recipe by its name, or any codec's spec, used as `int8` uses its own."""
+def get(policy: "AnySpec | Policy") -> Policy:
+    """A policy as it is, a recipe by its name, or any codec (a spec, a Codec, a Format), as `int8` is."""
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, Codec | Format):
+        return _usual(codecs.spell(policy), codecs.spell(policy))
     if not isinstance(policy, str):
-        raise PolicyError(f"a policy is a recipe's name or a codec's spec, not {type(policy).__name__}")
+        said = type(policy).__name__
+        raise PolicyError(f"a policy is a recipe's name, a spec, a Codec or a Format, not {said}")
     if policy == NOOP:
         return Policy(NOOP, (Rule("fp32", why="nothing is sent: replicas drift apart"),))
     if policy in RECIPES:
@@ -251,31 +265,32 @@ def get(policy: "str | Policy") -> Policy:
     try:
         return _usual(policy, policy)
     except UnknownCodecError as error:
-        raise PolicyError(f"'{policy}' is no recipe ({', '.join(RECIPES)}) and no codec: {error}") from None
+        if not str(error).startswith("unknown"):  # the codec is known, but what follows its name is wrong
+            raise PolicyError(str(error)) from None
+        said = "`thinwire launch --help` lists recipes, `thinwire codecs` codecs"
+        raise PolicyError(unknown("recipe or codec", policy, (*RECIPES, *codecs.CODECS), said)) from None
 
 
 def load(path: Path) -> Policy:
     """A policy from a TOML file; keys that no rule has are errors."""
     try:
         data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PolicyError(f"cannot read the policy {path}: {error}") from None
     return parse(data, str(path))
 
 
 def parse(data: Mapping[str, Any], where: str = "policy") -> Policy:
     """A policy from what a TOML file holds."""
-    _known(data, ("name", "rule", "ladder"), where)
+    _know(data, ("name", "rule", "ladder"), where)
     rules = data.get("rule", [])
+    if not isinstance(rules, list):
+        raise PolicyError(f"{where}: rules must be a list; in TOML each begins with a line [[rule]]")
     for number, rule in enumerate(rules, 1):
-        _known(rule, [each.name for each in fields(Rule)], f"{where}, rule {number}")
-        if "codec" not in rule:
-            raise PolicyError(f"{where}, rule {number}: a rule needs a codec")
+        _known(rule, Rule, f"{where}, rule {number}")
     ladder = data.get("ladder")
     if ladder is not None:
-        _known(ladder, [each.name for each in fields(Ladder)], f"{where}, ladder")
-        if not isinstance(ladder.get("levels"), list):
-            raise PolicyError(f"{where}, ladder: levels must be a list of codecs, from narrow to wide")
+        _known(ladder, Ladder, f"{where}, ladder")
         ladder = Ladder(**{**ladder, "levels": tuple(ladder["levels"])})
     return Policy(str(data.get("name", where)), tuple(Rule(**rule) for rule in rules), ladder)
 
@@ -312,7 +327,15 @@ def _within(number: int, low: int, high: int | None) -> bool:
     return low <= number and (high is None or number <= high)
 
 
-def _known(data: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+def _known(data: Any, kind: type, where: str) -> None:
+    """Whether this makes a rule or a ladder."""
+    try:
+        _know(check_fields(kind, data, IN_FILES), [each.name for each in fields(kind)], where)
+    except ValueError as error:
+        raise error if isinstance(error, PolicyError) else PolicyError(f"{where}: {error}") from None
+
+
+def _know(data: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
     unknown = set(data) - set(keys)
     if unknown:
         raise PolicyError(f"{where}: unknown key {', '.join(sorted(unknown))}; there are: {', '.join(keys)}")

@@ -34,7 +34,7 @@ from thinwire.codecs.base import write_tags
 from thinwire.errors import CodecError, InputError, WireError
 from thinwire.formats import Posit
 from thinwire.kernels import block_cpu, block_reference, onebit_reference
-from thinwire.kernels.params import FILLED
+from thinwire.kernels.params import FILLED, Segments
 from thinwire.scaling import Scaling
 
 STREAM = Stream(seed=5, step=2, tensor="weights", rank=1)
@@ -521,6 +521,27 @@ def test_a_residual_that_meets_a_bad_element_is_never_silently_wrong(codec):
     assert bool((off <= UNIT * torch.maximum(decoded[kept].abs(), residual[kept].abs()).double()).all())
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize(
+    "format", [formats.Uniform(8, signed=True), formats.get("nf4")], ids=lambda each: each.name
+)
+def test_a_short_scale_of_the_largest_numbers_is_finite(format, sign):
+    """Scales that are rounded up to bfloat16, of formats that end at 1: the next one would be infinite."""
+    codec = Block(format, 64, scaling=Scaling(store="bfloat16"))
+    decoded = round_trip(codec, torch.full((200,), sign * LARGEST))
+    assert torch.equal(decoded, torch.full((200,), sign * float(torch.finfo(torch.bfloat16).max)))
+
+
+@pytest.mark.parametrize("block", [64, 128, 256, 1024, 65536])
+@pytest.mark.parametrize("threshold", ["zero", "mean", "sign"])
+def test_sums_of_equal_numbers_in_long_one_bit_blocks_do_not_overflow(block, threshold):
+    """The largest below a power of two: as integers they have all bits that sums are made of."""
+    codec = OneBit(block, threshold)
+    for value in (2 - 2.0**-23, -(2 - 2.0**-23)):
+        x = torch.full((2 * block + 3,), value)
+        assert torch.equal(round_trip(codec, x), x)
+
+
 # Inputs and outputs of other kinds
 
 
@@ -773,6 +794,23 @@ def test_wires_of_another_codec_or_size_are_refused(codec):
                 codec.reduce_encode(broken, numel, stream(codec))
     else:
         assert isinstance(codec, Cast)
+
+
+@pytest.mark.parametrize("place", range(3))
+@every_codec
+def test_a_wire_of_another_codec_among_several_is_refused_wherever_it_is(codec, place):
+    """As schedules add them up: segments, whose wires come from all ranks."""
+    if not codec.tagged:
+        return
+    numel, count, stride = 256, 3, codec.nbytes(256)
+    wires = encoded(codec, gauss(count, numel))
+    write_tags(wires[place : place + 1], codec.tag(numel + 1))
+    segments = Segments((codec.plan(numel),), (0,), (0,), (0,), (0,), (0,))
+    with pytest.raises(WireError, match="same codec and size"):
+        codec.decode_segments(wires.view(-1), torch.empty(numel), segments, 1.0, count, stride)
+    if codec.reduces_segments:
+        with pytest.raises(WireError, match="same codec and size"):
+            codec.reduce_segments(wires.view(-1), wires[0].clone(), segments, 1.0, count, stride)
 
 
 def test_some_wires_of_different_codecs_have_the_same_size():

@@ -6,16 +6,18 @@ import hashlib
 import itertools
 import math
 import operator
+from random import Random
 
 import pytest
 import torch
 
 from thinwire import Channel, Stream, codecs, formats, schedules
-from thinwire.codecs import CODECS, RandomK
+from thinwire.codecs import CODECS, Cast, MaxMin, OneBit, RandomK, TopK
 from thinwire.errors import CodecError, CommError, InputError, ScheduleError
 from thinwire.integrations import state
 from thinwire.runtimes import arguments, local
 from thinwire.runtimes import job as jobs
+from thinwire.runtimes.group_line import ranks_per_node
 from thinwire.runtimes.trace import trace
 from thinwire.schedules import SCHEDULES, AllGather
 
@@ -397,6 +399,124 @@ def test_under_a_shared_scale_sums_are_rounded_and_nothing_is_cut_off(spec, sche
         assert float((off / allowed).max()) > 0.05 * weight  # the bound is not idle
 
 
+#: Codecs with a fixed scale: numbers of up to 1.4 fit, sums of four of them do not.
+FIXED = {
+    "fixed2.6~offset0": 2.0**-7, "fixed2.6~offset0~sr": 2.0**-6, "fixed2.6/64~offset0+ef": 2.0**-7,
+    "topk/1~fixed2.6~offset0": 2.0**-7, "static8~offset-2": 0.05, "e4m3~offset-2": 0.08,
+    "fixed2.6~offset0~shared": 2.0**-7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [4, 6, 8])
+@pytest.mark.parametrize("schedule", ["two_shot", "ring", "tree", "hierarchical/2", "hierarchical/2:bf16"])
+@pytest.mark.parametrize("spec", FIXED)
+def test_under_a_fixed_scale_sums_are_encoded_as_means_so_that_none_is_cut_off(spec, schedule, world):
+    """A rounding is off by no more than FIXED, of numbers that fit; a mean fits wherever they do."""
+    x = torch.rand(600, generator=torch.Generator().manual_seed(3)) * (0.8 if "offset-2" in spec else 1.4)
+    ranks = [x * (-1 if rank == world - 1 else 1) for rank in range(world)]
+    total_of, mean_of = (reduced(ranks, spec, op, schedule, rng=Stream(1)) for op in ("sum", "avg"))
+    assert alike(total_of)
+    bf16 = 2.0**-8 if ":bf16" in schedule else 0.0
+    torch.testing.assert_close(total_of[0], mean_of[0] * world, rtol=2 * bf16 + 1e-6, atol=1e-6)
+    off = (mean_of[0].double() - total(ranks) / world).abs().max()
+    roundings = steps(schedule.partition(":")[0], world, room=False) / world
+    assert off <= roundings * FIXED[spec] + 2 * 1.4 * bf16 + 1e-6
+
+
+def test_a_fixed_scale_is_refused_inside_nodes():
+    with pytest.raises(ScheduleError, match="static8~offset-1 cannot be used inside a node"):
+        schedules.get("hierarchical/2:static8~offset-1")
+
+
+# Anything
+
+FORMATS = ("int8", "int4", "int2", "e4m3fn", "nf4", "posit8_1", "fixed2.6", "tree8", "static8")
+SOME = (
+    "fp32", "bf16", "fp16",
+    *(f"{name}{block}" for name in FORMATS for block in ("", "/16", "/64", "/256")),
+    "int4/64~sr", "int8~pow2", "e5m2/32~pow2~e8m0", "int8/64~bf16", "e4m3/64~up", "qsgd4/512", "qsgd4/tensor",
+    "terngrad", "maxmin4/64", "maxmin2/128~sr", "onebit/64", "onebit/64~mean", "sign/64", "topk/0.3",
+    "topk/1~int8/64", *SHARED,
+)  # fmt: skip
+CASES, KINDS = 400, ("equal", "opposite", "apart", "uneven")
+
+
+def rounding(codec):
+    """By how much one rounding is off at most, over the largest magnitude of what shares a scale."""
+    if isinstance(codec, Cast):
+        return {"fp32": UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11}[codec.dtype]
+    if isinstance(codec, MaxMin):  # equal steps over twice the largest magnitude
+        return (2 if codec.needs_rng else 1) / (2**codec.bits - 1)
+    if isinstance(codec, OneBit):  # a mean of the same sign, or a mean and a mean deviation
+        return 2.0 if codec.threshold == "mean" else 1.0
+    if isinstance(codec, TopK):  # what is not sent is lost
+        return max(1.0 * (codec.fraction < 1), rounding(codec.values))
+    numbers = codec.format.values().double()
+    limit = 1.0 if isinstance(codec.format, formats.Posit) else codec.format.max
+    gap = numbers[numbers.abs() <= limit].diff().max().item() / limit
+    halved = codec.rounding == "nearest" and not isinstance(codec.format, formats.Posit)
+    wider = 2.0 if codec.scaling.choose == "pow2" else 1.0
+    below = abs(codec.format.min) < limit  # nothing is as far below zero as above it
+    return gap * (0.5 if halved and not below else 1.0) * wider * (1 + 2.0**-7)
+
+
+def allowed_of(codec, ranks, schedule):
+    """|error| <= A ((1 + r)^d - 1), as in the test of errors above."""
+    if codec.spec in SHARED:
+        return allowed_of_shared(codec, ranks, schedule)
+    world, numel = len(ranks), ranks[0].numel()
+    block = codec.grain or numel
+    padded = torch.nn.functional.pad(torch.stack(ranks).double(), (0, -numel % block))
+    largest = padded.view(world, -1, block).abs().amax(-1).sum(0).repeat_interleave(block)[:numel]
+    times = world + 1 if schedule == "native" else depth(schedule, world)
+    smallest = 2.0**-24 * world**2 if codec.name == "fp16" else 2.0**-120  # subnormal numbers
+    return largest * ((1 + rounding(codec)) ** times - 1 + 2 * world * UNIT) + smallest
+
+
+def related(random, numel, world, size):
+    """Ranks that have the same numbers, opposite ones, their own, or some much larger than others."""
+    seed, kind = random.randrange(1 << 30), random.choice(KINDS)
+    if kind == "equal":
+        return kind, [size * gauss(numel, seed=seed)] * world
+    if kind == "opposite":
+        return kind, [size * (-1) ** rank * gauss(numel, seed=seed) for rank in range(world)]
+    sizes = [size * (10.0 ** random.randrange(-3, 3) if kind == "uneven" else 1) for _ in range(world)]
+    return kind, [each * gauss(numel, seed=seed + rank) for rank, each in enumerate(sizes)]
+
+
+def drawn_case(random):
+    """Ranks, a codec, a schedule and a reduction that go together."""
+    while True:
+        world, codec = random.choice([2, 3, 4, 5, 6, 7, 8]), codecs.get(random.choice(SOME))
+        schedule = random.choice(["native", "one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
+        if SCHEDULES[schedule].refuses(codec) or world % SCHEDULES[schedule].inside:
+            continue
+        if codec.spec in SHARED and (schedule, world) == ("hierarchical/2", 2):  # one node: nothing is shared
+            continue
+        numel = random.choice([1, 2, 15, 64, 65, 257, random.randrange(1, 1500)])
+        size = 10.0 ** random.randrange(-6, 1 if codec.name == "fp16" else 4)  # whose sums would be infinite
+        kind, ranks = related(random, numel, world, size)
+        return ranks, codec, schedule, random.choice(["sum", "avg"]), kind
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_codec_on_any_schedule_comes_as_near_to_the_mean_as_its_numbers_allow(seed):
+    """Whatever ranks have to do with each other: a sum in float64, and a bound of the codec's own."""
+    random, worst = Random(seed), 0.0
+    for _ in range(CASES // 8):
+        ranks, codec, schedule, op, kind = drawn_case(random)
+        world = len(ranks)
+        results = reduced(ranks, codec, op, schedule, rng=Stream(seed))
+        what = f"{codec.spec}, {schedule}, {world} ranks {kind}, {ranks[0].numel()} elements, {op}"
+        assert alike(results), what
+        weight = 1.0 if op == "sum" else 1 / world
+        off = (results[0].double() - weight * total(ranks)).abs()
+        allowed = weight * allowed_of(codec, ranks, schedule)
+        assert bool((off <= allowed).all()), f"{what}: {(off / allowed).max():.3g} times what is allowed"
+        worst = max(worst, (off / allowed).max().item())
+    assert worst > 0.6  # the bound is not idle
+
+
 @pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
 @pytest.mark.parametrize("spec", ["qsgd8~shared", "terngrad~shared"])
 def test_under_a_shared_scale_random_rounding_is_right_on_average(spec, schedule):
@@ -445,6 +565,74 @@ def test_a_bucket_has_the_bits_of_one_call_for_each_tensor(schedule, world):
         for i, name in enumerate(NAMES):
             alone = reduced([each[i] for each in ranks], codec, "avg", schedule, name=name)
             assert digest(alone[0]) == digest(results[0][i]), (codec.spec, name)
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(
+    "spec", ["fp32", "bf16", "fp16", "int8/256", "e4m3fn/128", "onebit/64", "maxmin4/1024"]
+)
+def test_sums_of_negative_zeros_have_the_sign_that_they_have_row_by_row(spec, schedule):
+    ranks = [
+        torch.where(torch.arange(3000) < 1000 * rank, x, -0.0) for rank, x in enumerate(ranks_of(3, 3000))
+    ]
+    (found,) = local.all_reduce_rows([torch.stack(ranks)], spec, "sum", schedule, names=["w"])
+    assert digest(reduced(ranks, spec, "sum", schedule)[0]) == digest(found)
+
+
+def plan_of(numels, channel, schedule, rank, world):
+    """Of the mean of tensors that lie in one flat vector, as those of a bucket of DDP do."""
+    starts = itertools.accumulate(numels, initial=0)
+    items = [
+        schedules.Item(numel, channel, f"layer{i}", 0, start, i)
+        for i, (numel, start) in enumerate(zip(numels, starts, strict=False))
+    ]
+    call = jobs.Call("all_reduce", channel.codec.spec, tuple(numels), "float32", schedule.spec)
+    here = jobs.Ranks(rank, world, schedule.inside or 1)
+    return jobs.Plan(items, schedule, here, call, weight=1.0 / world)
+
+
+@pytest.mark.parametrize("move", [True, False])
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("spec", ["onebit/64+ef", "int4/128+ef", "topk/0.1+ef", "int4/128+ef:8bit"])
+def test_what_is_worked_out_once_follows_tensors_and_residuals_that_move(spec, schedule, move):
+    """As on a group: plans and buffers are kept, residuals are forgotten, tensors move or do not."""
+    kept = channels(codecs.get(spec), 2)
+    plans = [plan_of((700, 300), each, SCHEDULES[schedule], rank, 2) for rank, each in enumerate(kept)]
+    pool, ranks = [schedules.Buffers() for _ in plans], ranks_of(2, 1000)
+
+    def send(step):
+        given = ranks_of(2, 1000, first=10 * step)
+        for i, x in enumerate(given):
+            ranks[i] = x if move else ranks[i].copy_(x)
+        calls = [plan.job([x]) for plan, x in zip(plans, ranks, strict=True)]
+        for pieces in zip(*(call.starts() for call in calls), strict=True):
+            local.lockstep([start(buffers) for start, buffers in zip(pieces, pool, strict=True)])
+        return ranks[0].clone()
+
+    first = [send(step) for step in range(3)]
+    for channel in kept:
+        channel.forget()
+    again = [send(step) for step in range(3)]
+    assert digest(again) == digest(first)
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
+@pytest.mark.parametrize("spec", ["int8~shared+ef", "aps/e4m3+ef", "onebit/64+ef", "int4/128+ef:8bit"])
+def test_tensors_in_one_vector_owe_what_one_call_for_each_would(spec, schedule):
+    """And of very different sizes: what one of them owes must not enter into another's scale."""
+    codec, schedule, world, numels = codecs.get(spec), SCHEDULES[schedule], 4, (300, 1000, 70)
+    together, apart = channels(codec, world), channels(codec, world)
+    for step in range(3):
+        ranks = [
+            [100.0**i * gauss(numel, seed=10 * step + rank) for i, numel in enumerate(numels)]
+            for rank in range(world)
+        ]
+        flat = [torch.cat(tensors) for tensors in ranks]
+        plans = [plan_of(numels, each, schedule, rank, world) for rank, each in enumerate(together)]
+        local.run([plan.job([x]) for plan, x in zip(plans, flat, strict=True)])
+        for i, each in enumerate(flat[0].split(numels)):
+            alone = reduced([tensors[i] for tensors in ranks], apart, "avg", schedule, name=f"layer{i}")
+            assert digest(alone[0]) == digest(each), (step, i)
 
 
 @pytest.mark.parametrize("schedule", ["two_shot", "ring", "hierarchical/2"])
@@ -763,6 +951,26 @@ def test_casts_with_feedback_feed_back_on_the_schedule_that_auto_chooses(spec, w
     )  # at most a step is owed, on two ways
 
 
+@pytest.mark.parametrize("op", ["avg", "sum"])
+@pytest.mark.parametrize(("spec", "world"), [("bf16+ef", 2), ("bf16+ef:8bit", 3), ("fp16+ef", 4)])
+def test_low_rank_owes_what_is_rounded_of_tensors_that_do_not_shrink(spec, world, op):
+    """Numbers of which the format holds no part arrive in the end, and never more than a step is owed."""
+    small = {"b": 2.0**-10, "f": 2.0**-13}[spec[0]]
+    x, big, kept = torch.full((9,), 1.0 + small), gauss(40, 30), channels(codecs.get(spec), world)
+    weight, seen, steps = 1 if op == "avg" else world, 0.0, 41
+    for _ in range(steps):
+        ranks = [[x.clone(), big.clone()] for _ in range(world)]
+        local.all_reduce(ranks, kept, op, "low_rank/2", name=["small", "big"])
+        assert alike(ranks)
+        seen = seen + ranks[0][0].double()
+    network = 2.0**-7 if world == 3 else 0.0  # what it loses when it adds 16-bit numbers
+    assert (seen / steps / weight - x.double()).abs().max() <= 16 * small / steps + network
+    assert all(channel.residuals["small/error"].abs().max() > 0 for channel in kept)
+    owed = state.debt(kept[0], "small", (9,), 0, world).double()
+    if not network:
+        torch.testing.assert_close(seen + weight * owed, x.double() * steps * weight, rtol=1e-6, atol=0)
+
+
 def test_native_refuses_a_feedback_that_it_would_ignore():
     for spec in ("bf16+ef", "fp16+ef", "bf16+ef:8bit"):
         with pytest.raises(
@@ -795,9 +1003,9 @@ def test_the_mean_of_all_debts_is_what_the_mean_gradient_is_still_owed(spec, sch
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("two_shoot", "no schedule is called 'two_shoot'; did you mean 'two_shot'"),
-        ("zzz", "There are: auto, native, one_shot"),
-        ("", "no schedule is called ''"),
+        ("two_shoot", "unknown schedule 'two_shoot'; did you mean 'two_shot'"),
+        ("zzz", "unknown schedule .zzz.; `thinwire schedules` lists all"),
+        ("", "unknown schedule ''"),
         ("ring/4", "ring takes no option, not '/4'"),
         ("hierarchical/x", "expected a number from 1 on, such as hierarchical/4"),
         ("hierarchical/0", "expected a number from 1 on"),
@@ -850,6 +1058,14 @@ def test_nodes_that_do_not_divide_the_world_are_told_what_would(schedule):
         local.all_reduce(ranks_of(8, 10), "int8/256", "sum", "hierarchical", inside=5)
 
 
+def test_nodes_are_found_where_all_are_alike_and_refused_where_they_are_not():
+    alike = {"a": 1, "aaaa": 4, "abc": 1, "aabb": 2, "bbbaaaccc": 3}
+    assert {hosts: ranks_per_node(list(hosts)) for hosts in alike} == alike
+    for hosts in ("abab", "abba", "aab", "abb", "aabbb", "abcc", "aabaab"):
+        with pytest.raises(ScheduleError, match="say how many ranks a node has"):
+            ranks_per_node(list(hosts))
+
+
 @pytest.mark.parametrize("spec", LEARNING)
 def test_feedback_without_a_channel_is_refused(spec):
     with pytest.raises(CodecError, match=r"remembers what it owes: pass thinwire\.Channel"):
@@ -892,6 +1108,35 @@ def test_ranks_that_call_different_things_are_told_so():
             local.all_reduce([one, other], "int8/256")
     with pytest.raises(CommError, match="ranks disagree"):
         local.all_reduce(ranks_of(2, 10), ["int8/256", "int4/128"])
+
+
+def test_calls_that_are_kept_are_told_apart_by_all_that_decides_them():
+    """As on a group, which works a call out once: one after another, each has the result of a new one."""
+    plans = [arguments.Plans() for _ in range(2)]
+    changes = ({}, {"op": "avg"}, {"schedule": "two_shot"}, {"codec": "onebit/column"}, {"name": "b"}, {})
+    for change in changes:
+        how = {"codec": "qsgd4/512", "op": "sum", "schedule": "one_shot", "name": "a"} | change
+        for x in (gauss(40), gauss(8, 5), gauss(5, 8), gauss(40).half()):
+            kept, new = ([x * (rank + 1) for rank in range(2)] for _ in range(2))
+            places = [local.Rank(rank, 2, plans=each) for rank, each in enumerate(plans)]
+            calls = [
+                arguments.all_reduce_job([each], here=here, rng=Stream(1), **how)
+                for each, here in zip(kept, places, strict=True)
+            ]
+            local.run(calls)
+            local.all_reduce(new, rng=Stream(1), **how)
+            assert digest(kept[0]) == digest(new[0]), (how, x.shape, x.dtype)
+
+
+def test_ranks_that_name_tensors_in_another_order_are_told_so():
+    bucket = [gauss(10), gauss(10)]
+    calls = [
+        arguments.all_reduce_job(bucket, "int8/256", "sum", "auto", local.Rank(rank, 2), names)
+        for rank, names in enumerate((["a", "b"], ["b", "a"]))
+    ]
+    with pytest.raises(CommError, match="ranks disagree"):
+        local.run(calls)
+    assert len({arguments.named(names) for names in (["a", "b", "c"], ["a", "c", "b"], ["a", "b", "d"])}) == 3
 
 
 def test_names_of_a_bucket_must_differ():

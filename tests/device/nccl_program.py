@@ -41,10 +41,11 @@ REPEATED = (
     ("one_shot", "int8/256"), ("one_shot", "onebit/512+ef"), ("one_shot", "dct/64:8+ef"),
     ("two_shot", "int8/256"), ("two_shot", "int4/128+ef"), ("two_shot", "int4/128+ef:bf16"),
     ("two_shot", "fp32"), ("two_shot", "aps/e5m2"), ("two_shot", "mxfp4"), ("native", "bf16"),
+    ("two_shot", "qsgd4/512"), ("one_shot", "maxmin4/1024~sr"), ("two_shot", "qsgd4/512+ef"),
     ("low_rank/2", "fp32+ef"), ("sparse", "topk/0.01+ef"), ("sparse", "mstopk/0.01+ef"),
 )  # fmt: skip
 LARGE = ("int8/256", "qsgd4/512", "onebit/512+ef")  # also in several pieces
-PIECES = (1_300_000,)
+PIECES = (4_500_000,)
 BAG = [(120, 130), (50,), (30, 20), (2300, 500), (101, 130)]
 #: Recipes in which no sum is left to the network, whose order is its own.
 OWN_SUMS = ("int8", "int4", "fp8", "aps8", "aps8-e4m3", "dettmers8", "qsgd4", "onebit", "mstopk", "dct-topk")
@@ -67,6 +68,15 @@ def everyone(thing):
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, thing)
     return found
+
+
+def agrees(found, expected, schedule, spec, world):
+    """The bits of ranks on a CPU. Where the network adds, in an order of its own, as near as its dtype is."""
+    if not schedules.get(schedule).adds:
+        return torch.equal(found, expected)
+    exact = 1e-3 if schedule.startswith("low_rank") else 1e-5  # products of matrices differ too
+    bound = world * 2.0**-8 if spec.startswith("bf16") else exact
+    return bool((found - expected).norm() <= bound * expected.norm() + 1e-6)
 
 
 def alike(model, what):
@@ -96,11 +106,10 @@ def bits(rank, world):
                 if work is not None:
                     work.wait()
                 local.all_reduce(ranks, theirs, "avg", schedule, name="w", rng=rng)
-                for found, expected in zip(x, ranks[rank], strict=True):
-                    near = (found.cpu() - expected).norm() <= 1e-3 * expected.norm() + 1e-6
-                    if not (near if plan.adds else torch.equal(found.cpu(), expected)):
-                        wrong.append((schedule, spec, step, tuple(found.shape)))
-    assert not wrong, wrong[:5]
+                pairs = zip(x, ranks[rank], strict=True)
+                if not all(agrees(one.cpu(), other, schedule, spec, world) for one, other in pairs):
+                    wrong.append((schedule, spec, step))
+    assert not wrong, wrong
 
 
 def recorded(rank, world):
@@ -119,13 +128,12 @@ def recorded(rank, world):
                 collectives.all_reduce(huge, "fp32", "avg", None, "two_shot")
             ranks = [random(x.shape, r, step) for r in range(world)]
             x.copy_(ranks[rank])
-            work = collectives.all_reduce(x, mine, "avg", None, schedule, step % 2 > 0, name="w")
+            rng = Stream(3, step=step)
+            work = collectives.all_reduce(x, mine, "avg", None, schedule, step % 2 > 0, name="w", rng=rng)
             if work is not None:
                 work.wait()
-            local.all_reduce([[each] for each in ranks], theirs, "avg", schedule, name="w")
-            near = (x.cpu() - ranks[rank]).norm() <= 1e-3 * ranks[rank].norm()
-            same = near if schedules.get(schedule).adds else torch.equal(x.cpu(), ranks[rank])
-            assert same, (schedule, spec, step)
+            local.all_reduce([[each] for each in ranks], theirs, "avg", schedule, name="w", rng=rng)
+            assert agrees(x.cpu(), ranks[rank], schedule, spec, world), (schedule, spec, step)
             if step in (3, 11):
                 assert isinstance(known[x.data_ptr(),], Recording), (schedule, spec, known)
 
@@ -134,9 +142,9 @@ def moves(rank, world):
     """The other collectives, 16-bit tensors, tensors that are not contiguous."""
     x = torch.full((1000,), float(rank), device=DEVICE, dtype=torch.bfloat16)
     rows = collectives.functional.all_gather(x, "int8/256")
-    assert [row.float().mean().item() for row in rows] == list(range(world))
+    assert all(bool((row == other).all()) for other, row in enumerate(rows))
     collectives.broadcast(x, world - 1, "fp16")
-    assert x.float().mean().item() == world - 1
+    assert bool((x == world - 1).all())
     out = torch.empty(500, device=DEVICE)
     collectives.reduce_scatter(out, torch.ones(500 * world, device=DEVICE), "int8/256")
     assert torch.allclose(out, torch.full_like(out, float(world)), rtol=1e-6)
@@ -488,7 +496,22 @@ def main(names):
         if not faulty:
             dist.barrier()
     torch.cuda.synchronize()
+    if not faulty:
+        leave_together(rank, world)
     os._exit(0)
+
+
+def leave_together(rank, world):
+    """NCCL still sends from the host's memory when a kernel is over: a rank that leaves may cut others off.
+
+    The first rank, which has the store, leaves last.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    for what, wanted in (("over", world), ("gone", world - 1)):
+        if what == "over" or rank > 0:
+            store.add(what, 1)
+        while (what == "over" or rank == 0) and store.add(what, 0) < wanted:
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ with fewer cases, since it is slow.
 
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from thinwire import Stream
+from thinwire import Stream, kernels
 from thinwire.codecs.block import Block
 from thinwire.codecs.onebit import OneBit
 from thinwire.kernels import (
@@ -198,6 +199,28 @@ def test_encoding(p, plan):
             check_encode(p, plan, step, torch.float32, feedback, offset)
     else:
         check_encode(p, plan, STEPS[index % 4], torch.float32, index % 2 == 0, index % 3)
+
+
+def test_random_numbers_come_from_memory():
+    """So that a program that was recorded draws anew at every replay, whatever the host said before."""
+    p, plan = minmax(4, 128, STOCHASTIC)
+    segments = segments_of([plan(numel) for numel in NUMELS[:3]], 4)
+    numel, nbytes = sizes(segments)
+    x, wire, words = numbers(numel), buffer(nbytes), None
+    stale = Draw(1, 2, 3)
+    for draw in (DRAW, Draw(2**64 - 1, 2**64 - 1, 2**32 - 1)):
+        words = kernels.put_draw(draw, words, DEVICE) if HAS_GPU else put_draw_here(draw, words)
+        there, expected = move(wire), wire.clone()
+        segment_cuda.encode(p, move(x), there, segments, replace(stale, words=words), None)
+        segment_reference.encode(p, x, expected, segments, draw, None)
+        assert torch.equal(there.cpu(), expected)
+
+
+def put_draw_here(draw, words):
+    """As `kernels.put_draw`, which knows no GPU in Triton's interpreter."""
+    words = torch.empty(segment_cuda.WORDS, dtype=torch.int32) if words is None else words
+    segment_cuda.put_draw(draw, words)
+    return words
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

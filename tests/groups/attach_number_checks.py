@@ -8,6 +8,7 @@ import tempfile
 import time
 from datetime import timedelta
 
+import own_codec
 import torch
 import torch.distributed as dist
 from attach_tools import Bag, alike, bag, equal, everyone, feed, go, saved, wanted
@@ -171,6 +172,7 @@ def noop(rank, world):
 STATS = {
     "policy", "world", "step", "steps", "sent_nbytes", "fp32_nbytes", "ratio", "step_s", "seconds", "overlap",
     "usual_s", "layers", "uncompressed", "level", "auto", "buffers_nbytes", "residuals_nbytes",
+    "label", "since",
 }  # fmt: skip
 LAYER = {
     "codec", "schedule", "numel", "wire_nbytes", "error", "snr_db", "true_error", "residual_norm", "why",
@@ -303,6 +305,31 @@ def bad_policies(rank, world):
     return None
 
 
+def own_codecs(rank, world):
+    """A codec of a user, with residuals: the bits of the same numbers by name, a resumed run, a bare hook."""
+    by_name, given, hooked = bag(SHAPES), bag(SHAPES), bag(SHAPES)
+    mine = own_codec.block(feedback="float32")
+    thinwire.attach(by_name, "nf4/64+ef")
+    wire = thinwire.attach(given, mine)
+    hooked.register_comm_hook(*thinwire.hooks.get(mine, hooked.module))
+    for net in (by_name, given, hooked):
+        go(net, SHAPES, rank, 3)
+        equal(net, by_name)
+    state = saved(wire.state_dict())
+    assert state["routes"]["w0"][0] == mine.spec in state["channels"]
+    again = bag(SHAPES)
+    again.module.load_state_dict(given.module.state_dict())
+    thinwire.attach(again, mine).load_state_dict(state)
+    for net in (by_name, again):
+        go(net, SHAPES, rank, 2, first=3)
+    equal(again, by_name)
+    wire = thinwire.attach(given, own_codec.Steps(feedback="bfloat16"))
+    go(given, SHAPES, rank, 3)
+    assert wire.stats()["layers"]["w0"]["codec"] == "steps+ef:bf16"
+    del world
+    return given
+
+
 def disagreements(rank, world):
     """Ranks with different codecs: an error on every rank, at once from attach, soon from bare hooks."""
     for pair in (("int8", "int4"), ("int8", "powersgd"), ("fp32", "int8")):
@@ -325,5 +352,5 @@ def disagreements(rank, world):
 
 CHECKS = (
     sixteen_bits, scaled, one_infinity, double_buffer, shadows, noop, counts, low_rank_counts, resumed_counts,
-    bad_policies, disagreements,
+    bad_policies, disagreements, own_codecs,
 )  # fmt: skip

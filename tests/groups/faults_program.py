@@ -4,6 +4,7 @@ Every rank that survives reports whether it was told what it should be; the driv
 ended. The group's time-out is a few seconds.
 """
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -15,9 +16,11 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import own_codec
 import torch
 import torch.distributed as dist
 from start_program import fork, join, meeting, raises, report, statuses
@@ -26,9 +29,11 @@ import thinwire
 import thinwire.collectives  # before ranks are forked
 import thinwire.integrations
 from thinwire.errors import CommError, Disagreement, InputError
-from thinwire.runtimes import local
+from thinwire.integrations.run import plain
+from thinwire.runtimes import gloo_line, local
 
 TIMEOUT_S = 7  #: long enough for groups to form while thirty processes share two cores
+TIMEOUT = timedelta(seconds=TIMEOUT_S)
 SOON_S = 3.0  #: "at once", on a busy machine
 LATE_S = TIMEOUT_S + 8.0  #: the time-out, and the time to ask others what they did
 SHARD = "two_shot"
@@ -60,10 +65,11 @@ def die():
 
 
 def killed_before(rank, world):
-    """Before the first exchange."""
+    """Before the first exchange; a rank that is late is told the same."""
     del world
     if rank == 2:
         die()
+    time.sleep(3 * rank)
     raises(CommError, ["rank 2", "all_reduce of 1,000"], thinwire.all_reduce, torch.ones(1000), "int8/256")
     raises(CommError, "no call can follow", thinwire.all_reduce, torch.ones(1000), "int8/256")
 
@@ -121,6 +127,52 @@ def killed_during_sum(rank, world):
     assert f"rank {2 - rank} is gone" not in said, "a rank that gave up because of another is blamed"
 
 
+def late_to_a_sum(rank, world):
+    """The network adds on a group of its own, whose time-out must be the user's."""
+    good(world, codec="fp32")
+    if rank == 1:
+        time.sleep(TIMEOUT_S + 1.5)
+    said = raises(CommError, "all_reduce of 999", thinwire.all_reduce, torch.ones(999), "fp32")
+    assert rank == 1 or re.search(r"rank 1 came \d\.\d s later|no word from rank (\d, )*1", said), said
+
+
+def killed_before_a_sum(rank, world):
+    """When ranks have agreed on the first sum, and are about to connect for it."""
+    if rank == 2:
+        gloo_line._sums = lambda _: die()
+    said = raises(CommError, "all_reduce of 999", good, world, codec="fp32")
+    assert re.search(r"no word from rank (\d, )*2", said), said
+    raises(CommError, "no call can follow", good, world)
+
+
+def told_by_another(rank, world):
+    """A rank that waits for one that gave up, and not for the one that is gone."""
+    good(world)
+    if rank == 2:
+        die()
+    if rank == 0:  # keeps the store, and leaves once it was told
+        raises(CommError, "rank 2", good, world, schedule="one_shot")
+        return
+    texts = ["send of 90", "rank 0 gave up", "no word from rank 2"]
+    raises(CommError, texts, thinwire.recv, torch.ones(90), 0, "int8/256")
+    raises(CommError, "no call can follow", good, world)
+
+
+def killed_in_a_smaller_group(rank, world):
+    """Errors name ranks as the user counts them, not by their places in the group."""
+    del world
+    group, store = dist.new_group([1, 2], TIMEOUT), dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["told"], timedelta(seconds=LATE_S))
+        return
+    call = partial(thinwire.all_reduce, torch.ones(10 + rank), "int8/256", group=group)
+    raises(Disagreement, ["rank 1 called all_reduce of 11", "rank 2 called all_reduce of 12"], call)
+    if rank == 2:
+        die()
+    raises(CommError, ["failed on rank 1: rank 2 is gone", "no word from rank 2"], good, 2, group=group)
+    store.set("told", "")
+
+
 def killed_between(rank, world):
     """Between two exchanges of known calls."""
     for _ in range(3):
@@ -136,8 +188,7 @@ def killed_between(rank, world):
 
 
 def killed_in_training(rank, world, recipe):
-    """In a backward pass of DDP: an error that users can catch by its name."""
-    del world
+    """In a backward pass of DDP: an error that users can catch by its name, and that names the rank."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.1)
@@ -153,7 +204,11 @@ def killed_in_training(rank, world, recipe):
             model.zero_grad()
             model(torch.ones(4, 64)).square().sum().backward()
 
-    raises(CommError, "all_reduce", train)
+    raises(CommError, ["all_reduce", "rank 1"], train)
+    began = time.monotonic()
+    raises(CommError, "no call can follow", good, world)
+    raises(CommError, "no call can follow", plain, torch.ones(9), None)
+    assert time.monotonic() - began < SOON_S, "a call after a failure waits"
 
 
 # Ranks disagree
@@ -173,6 +228,14 @@ def other_codec(rank, world):
     codec = "int4/128" if rank == 1 else "int8/256"
     texts = ["rank 0 called all_reduce of 1,000", "rank 1 called", "int4/128", "int8/256"]
     disagree(world, lambda: thinwire.all_reduce(torch.ones(1000), codec, schedule=SHARD), texts)
+
+
+def other_own_codec(rank, world):
+    """Codecs of users that go by one name, but are not the same."""
+    for one, other in ((own_codec.block(), own_codec.block(0.5)), (own_codec.Steps(), own_codec.Steps(0.25))):
+        codec = other if rank == 1 else one
+        texts = ["rank 0 called all_reduce of 1,000", "rank 1 called", codec.spec]
+        disagree(world, lambda codec=codec: thinwire.all_reduce(torch.ones(1000), codec), texts)
 
 
 def other_schedule(rank, world):
@@ -255,6 +318,8 @@ def attached_differently(rank, world):
         ({"double_buffer": True}, {}),
         ({"shadow": 5}, {}),
         ({"codec": "auto", "error_budget": 0.1}, {"codec": "auto"}),
+        ({"codec": own_codec.mine()}, {"codec": own_codec.mine(0.5)}),
+        ({"codec": own_codec.Steps(0.5)}, {"codec": own_codec.Steps(0.25)}),
     ):
         said = raises(Disagreement, "attach of", thinwire.attach, model, **(other if rank else one))
         assert all(f"rank {each} called" in said for each in range(world)), said
@@ -307,7 +372,19 @@ def letter_of_another_size(rank, world):
         raises(CommError, ["send of 100", "rank 1"], thinwire.send, torch.ones(100), 1, "int8/256")
     else:
         raises(CommError, ["send of 90", "rank 0"], thinwire.recv, torch.ones(90), 0, "int8/256")
-    raises(CommError, "", good, 2)
+    raises(CommError, "no call can follow", good, 2)
+
+
+def letter_on_its_way(rank, world):
+    """What is not waited for at once is told by `wait`, as often as it is asked, and by every later call."""
+    if rank == 1:
+        time.sleep(0.3)
+        die()
+    coming = thinwire.irecv(torch.ones(90), 1, "int8/256")
+    for _ in range(2):
+        raises(CommError, ["send of 90", "failed on rank 0", "rank 1"], coming.wait)
+    raises(CommError, "no call can follow", good, world)
+    raises(CommError, "no call can follow", thinwire.irecv, torch.ones(90), 1, "int8/256")
 
 
 def letter_to_the_dead(rank, world):
@@ -315,6 +392,7 @@ def letter_to_the_dead(rank, world):
     if rank == 1:
         die()
     raises(CommError, "rank 1", thinwire.recv, torch.ones(90), 1, "int8/256")
+    raises(CommError, "no call can follow", good, 2)
 
 
 # The end of a group
@@ -627,17 +705,24 @@ KILLED = {
     "killed_between": Scenario(killed_between, dead=(2,)),
     "killed_during": Scenario(killed_during, dead=(2,), within_s=LATE_S + 5),
     "killed_during_sum": Scenario(killed_during_sum, dead=(1,), within_s=LATE_S + 5),
+    "late_to_a_sum": Scenario(late_to_a_sum, within_s=LATE_S + 3),
+    "killed_before_a_sum": Scenario(killed_before_a_sum, dead=(2,)),
+    "told_by_another": Scenario(told_by_another, dead=(2,), within_s=SOON_S + 2),
+    "killed_in_a_smaller_group": Scenario(killed_in_a_smaller_group, dead=(2,)),
     "letter_to_the_dead": Scenario(letter_to_the_dead, world=2, dead=(1,)),
+    "letter_on_its_way": Scenario(letter_on_its_way, world=2, dead=(1,)),
 }
 TRAINING = {
-    f"killed_in_training_{recipe}": Scenario(partial(killed_in_training, recipe=recipe), 2, (1,), 2 * LATE_S)
+    f"killed_in_training_{recipe}": Scenario(
+        partial(killed_in_training, recipe=recipe), 3 if recipe == "fp32" else 2, (1,), 2 * LATE_S
+    )
     for recipe in ("fp32", "fp16", "int8", "onebit", "powersgd", "auto", "hook")
 }
 DISAGREE = {
     each.__name__: Scenario(each)
     for each in (
-        other_codec, other_schedule, other_size, other_size_async, other_dtype, other_node, sums_or_not,
-        sums_or_not_async, swapped_new, swapped_names, swapped, uneven, attached_differently,
+        other_codec, other_own_codec, other_schedule, other_size, other_size_async, other_dtype, other_node,
+        sums_or_not, sums_or_not_async, swapped_new, swapped_names, swapped, uneven, attached_differently,
     )
 }  # fmt: skip
 DISAGREE["swapped_checked"] = Scenario(swapped_checked, within_s=SOON_S, debug=True)
@@ -676,7 +761,17 @@ def one_rank(name, scenario, rank, places):
         wrong = f"took {seconds:.1f} s"
     report(scenario=name, rank=rank, wrong=wrong, seconds=round(seconds, 2))
     if name not in ENDS:  # the end of a program takes a second of its own
+        stay(scenario, rank, Path(places[0]))
         os._exit(0)
+
+
+def stay(scenario, rank, place):
+    """Until all that survive have been told: a rank that leaves early is gone too, to one that is late."""
+    place.with_name(f"told-{rank}").touch()
+    alive = [place.with_name(f"told-{each}") for each in range(scenario.world) if each not in scenario.dead]
+    end = time.monotonic() + 2 * LATE_S
+    while not all(each.exists() for each in alive) and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def warm_up():
@@ -694,6 +789,7 @@ def main(family, *only):
     wanted = {name: each for name, each in FAMILIES[family].items() if not only or name in only}
     report(scenarios={name: [each.world, list(each.dead)] for name, each in wanted.items()})
     places = {name: (meeting(), meeting()) for name in wanted}
+    gc.freeze()  # or the end of every rank looks through all that was imported, for a second
     pids = {
         (name, rank): fork(one_rank, name, each, rank, places[name])
         for name, each in wanted.items()

@@ -13,6 +13,7 @@ import time
 import traceback
 import zlib
 
+import own_codec
 import torch
 import torch.distributed as dist
 from start_program import digest, join, raises, report, start
@@ -86,7 +87,7 @@ def checks(world, full=False):
         found[name] = functools.partial(bits, spec, codec, shape=(BIG,), waits=waits)
     for each in (
         mean, strided, bucket, buckets, auto, nodes, subgroups, scattered, gathered, exchanged, broadcasts,
-        letters, noise, twins, guests, work, own_group_of_one, again,
+        letters, noise, twins, guests, work, own_group_of_one, again, own_codecs,
     ):  # fmt: skip
         found[each.__name__] = each
     return found
@@ -458,6 +459,26 @@ def again(rank, world):
         assert held is None or held.wait()
         assert x.eq(world * i + world * (world - 1) / 2).all()
     return [x for x, _ in found]
+
+
+def own_codecs(rank, world):
+    """Codecs and formats of users, as they are: the bits of local ranks, and of the same numbers by name."""
+    given = own_codec.mine(), own_codec.block(), own_codec.Steps()
+    results = []
+    for codec in given:
+        for schedule in ("one_shot", "two_shot", "ring"):
+            everyone = made(world, f"own {schedule}")
+            x = everyone[rank].clone()
+            for _ in range(2):  # the second is known
+                thinwire.all_reduce(y := x.clone(), codec, "avg", schedule=schedule)
+            local.all_reduce(everyone, codec, "avg", schedule)
+            same([y], everyone[rank : rank + 1])
+            results.append(y)
+    by_name = made(world, "own two_shot")[rank]
+    thinwire.all_reduce(by_name, "nf4/64", "avg", schedule="two_shot")
+    same([by_name], results[4:5])
+    x = functional.broadcast(made(world, "own broadcast")[rank], 0, own_codec.mine())
+    return [*results, x]
 
 
 def one_rank(rank, world, place, full):

@@ -36,26 +36,43 @@ def meeting():
     return str(Path(tempfile.mkdtemp(prefix="thinwire-")) / "port")
 
 
-def join(rank, world, place, timeout_s):
-    """Make the process group, over loopback, once all ranks are there."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def join(rank, world, place, timeout_s, address="127.0.0.1", interface="lo"):
+    """Make the process group, over loopback unless told otherwise, once all ranks are there.
+
+    It returns when all have made it: a rank that is connected to all others may go on and end while these
+    still connect to each other, and gloo then fails there. Ranks wait for each other by files, which outlive
+    whoever wrote them.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(1)
     path, end = Path(place), time.monotonic() + START_S
     while rank and not path.exists() and time.monotonic() < end:
         time.sleep(POLL_S)
     port = int(path.read_text()) if rank else 0
     patience = timedelta(seconds=START_S)
-    store = dist.TCPStore("127.0.0.1", port, world, not rank, patience, wait_for_workers=False)
+    store = dist.TCPStore(address, port, world, not rank, patience, wait_for_workers=False)
     if not rank:
         path.with_suffix(".new").write_text(str(store.port))
         path.with_suffix(".new").rename(path)
-    store.add("here", 1)
-    while store.add("here", 0) < world and time.monotonic() < end:
-        time.sleep(POLL_S)
+    meet(store, "here", world)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    if not rank:
-        shutil.rmtree(path.parent)
+    made = [path.with_name(f"made-{each}") for each in range(world)]
+    made[rank].touch()
+    while not all(each.exists() for each in made):
+        assert time.monotonic() < end, f"rank {rank}: not all ranks made the group within {START_S} s"
+        time.sleep(POLL_S)
+
+
+def meet(store, name, world, *, last=False):
+    """Until all ranks are here; the one that may take the store away with it goes on last."""
+    end = time.monotonic() + START_S
+    for stage in (name, f"after {name}") if last else (name,):
+        store.add(stage, 1)
+        while store.add(stage, 0) < world and time.monotonic() < end:
+            time.sleep(POLL_S)
+    if not last:
+        store.add(f"after {name}", 1)
 
 
 def start(method, world, target, *args):
@@ -66,6 +83,7 @@ def start(method, world, target, *args):
         each.start()
     for each in ranks:
         each.join()
+    shutil.rmtree(Path(place).parent, ignore_errors=True)
     return [each.exitcode for each in ranks]
 
 

@@ -7,6 +7,7 @@ Those of a family run at the same time, since they mostly wait; the driver ends 
 import pytest
 
 WALL_S = 75
+SAMPLE = {"programs": 8, "seed": 500, "jobs": 4}
 
 pytestmark = pytest.mark.timeout(WALL_S + 30)
 
@@ -24,3 +25,9 @@ def test_every_surviving_rank_is_told_and_ends_by_itself(family, said):
     assert alive - reports.keys() == set(), f"said nothing; {complaints[-2000:]}"
     assert {who: status for who, status in ended.items() if who in alive and status != 0} == {}, complaints
     assert all(status is not None for status in ended.values()), "had to be ended"
+
+
+def test_random_programs_with_random_faults_end_as_promised(said):
+    """A few of what `random_faults.py` draws; run it with more programs when faults are worked on."""
+    options = (word for name, value in SAMPLE.items() for word in (f"--{name}", value))
+    said("random_faults.py", *options, wall_s=WALL_S)

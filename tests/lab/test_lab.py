@@ -225,7 +225,7 @@ def test_everything_is_gone_after_an_exception():
 def test_everything_is_gone_when_building_fails(monkeypatch):
     monkeypatch.setattr(namespaces, "_throttle", lambda *_: "qdisc add dev nowhere root tbf")
     lab = Lab(hosts=2)
-    with pytest.raises(LabError, match=r"`tc .* failed: .*--loopback"), lab:
+    with pytest.raises(LabError, match=r"`tc .* failed: .*--link loopback"), lab:
         pass
     assert not owned_by(os.getpid())
 

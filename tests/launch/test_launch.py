@@ -1,20 +1,29 @@
 """Scripts that know nothing of thinwire run with it; restarts, errors and exit codes are as with torchrun."""
 
+import atexit
 import json
+import os
 import re
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire import cli
-from thinwire.errors import LabError, LaunchError, PolicyError
+from thinwire.errors import InputError, LabError, LaunchError, PolicyError
 from thinwire.integrations import launch as library
-from thinwire.integrations import status
+from thinwire.integrations import launched, status
 from thinwire.lab import Lab
 
 FOLDER = Path(__file__).parent
@@ -123,10 +132,101 @@ def test_a_worker_runs_the_script_as_python_does(begin, finish, monkeypatch):
     assert facts["name"] == "no_ddp.py"
     assert (facts["file"], facts["path"]) == (str(OWN / "no_ddp.py"), str(OWN))
     assert ended.code == 1
-    assert "thinwire: nothing was attached: the script made no DistributedDataParallel" in ended.err
+    assert "attached" not in ended.err, "that would read as the cause"
     trace = ended.err[ended.err.index("Traceback") :]
     assert trace.splitlines()[1] == f'  File "{OWN / "no_ddp.py"}", line 18, in <module>'
     assert trace.endswith('KeyError: "this is the script\'s own error"\n')
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A function that makes the models of a worker in this process, and what rank 0 said."""
+    monkeypatch.setattr(DistributedDataParallel, "__init__", DistributedDataParallel.__init__)
+    monkeypatch.setattr(
+        DistributedDataParallel, "register_comm_hook", DistributedDataParallel.register_comm_hook
+    )
+    for kind in (FullyShardedDataParallel, FSDPState):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    started = []
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        monkeypatch.setattr(module, "start_processes", lambda *words, **_: started.append(words))
+    said = []
+    models = launched.Models(library.Job(__file__), said.append)
+    models.install()
+    return models, said, started
+
+
+def test_processes_that_a_script_starts_are_out_of_reach(worker, monkeypatch):
+    """And do not wait for a store that torchrun does not have for them."""
+    models, said, started = worker
+    monkeypatch.setenv(launched.AGENT_STORE, "True")
+    torch.multiprocessing.spawn(print, args=(5,), nprocs=2)
+    assert started[0][:3] == (print, (5,), 2)
+    assert "thinwire launch --nproc-per-node 2" in said[0]
+    assert "thinwire.attach(model, 'int8')" in said[0]
+    assert launched.AGENT_STORE not in os.environ
+    torch.multiprocessing.start_processes(print, nprocs=3, start_method="fork")
+    assert "thinwire launch --nproc-per-node 3" in said[1]
+    assert models.summary() == f"thinwire: nothing was attached: {launched.SPAWNED}"
+
+
+def test_fsdp_is_not_compressed_and_said_at_once(worker):
+    models, said, _ = worker
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        for each in (*net, net):
+            fully_shard(each, mesh=mesh)
+        assert said == [f"thinwire: {launched.FSDP}: what FSDP sends is not compressed"]
+        with pytest.raises(InputError, match="FSDP is not supported: what it sends stays as torch sends it"):
+            thinwire.attach(net, "int8")
+    finally:
+        dist.destroy_process_group()
+    assert models.summary() == f"thinwire: nothing was attached: {launched.FSDP}"
+
+
+@pytest.mark.parametrize(
+    ("error", "at_once"), [(None, True), (SystemExit(0), True), (SystemExit(7), False), (KeyError(), False)]
+)
+def test_what_was_sent_is_said_after_the_traceback(error, at_once, monkeypatch, capsys):
+    """Python prints the traceback when the worker has ended, and then runs what is registered."""
+
+    def run(_job):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(launched.Models, "install", lambda _: None)
+    monkeypatch.setattr(launched.Models, "stats", lambda _: [{}])
+    monkeypatch.setattr(launched.Models, "summary", lambda _: "what was sent")
+    monkeypatch.setattr(launched, "run", run)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("RANK", "0")
+    later = []
+    monkeypatch.setattr(atexit, "register", lambda *call: later.append(call))
+    with pytest.raises(type(error)) if error else nullcontext():
+        launched.main(library.Job(__file__).words())
+    assert (capsys.readouterr().err == "what was sent\n") is at_once
+    for say, *words in later:
+        say(*words)
+    assert (capsys.readouterr().err == "what was sent\n") is not at_once
+
+
+def test_the_last_line_says_what_auto_chose_and_what_is_sent_since(monkeypatch):
+    """Beside the whole run, in which it measured in float32; bytes of several models are added."""
+    whole = {"label": "auto -> int4", "steps": 100, "sent_nbytes": 4_000_000, "fp32_nbytes": 8_000_000}
+    since = {"steps": 60, "sent_nbytes": 500_000, "fp32_nbytes": 4_000_000}
+    found = [{**whole, "since": since}]
+    monkeypatch.setattr(launched.Models, "stats", lambda _: found)
+    models = launched.Models(library.Job(__file__), print)
+    line = (
+        "thinwire: auto -> int4: 100 steps, 4.0 MB sent instead of 8.0 MB (2.00x fewer; 8.00x since step 40)"
+    )
+    assert models.summary() == line
+    found += [{**whole, "label": "int8", "since": None}]
+    assert models.summary().startswith(
+        "thinwire: auto -> int4, int8: 100 steps, 8.0 MB sent instead of 16.0 MB"
+    )
 
 
 def test_a_signal_ends_the_job(begin, finish, runtime, tmp_path):
@@ -146,7 +246,7 @@ def test_a_signal_ends_the_job(begin, finish, runtime, tmp_path):
         (["--codek", "int8", __file__], LaunchError, "--codek is no option .* did you mean --codec?"),
         (["--nproc-per-nod=2", __file__], LaunchError, "did you mean --nproc-per-node?"),
         (["--wrong", __file__], LaunchError, "--wrong is no option of thinwire launch, nor of torchrun"),
-        (["--codec", "intt8", __file__], PolicyError, "'intt8' is no recipe"),
+        (["--codec", "intt8", __file__], PolicyError, "unknown recipe or codec 'intt8'; did you mean 'int8'"),
         (["--codec", "none.toml", __file__], PolicyError, "cannot read the policy none.toml"),
         (["--codec"], LaunchError, "--codec: expected one argument"),
         (["--seed", "x", __file__], LaunchError, "--seed: invalid int value: 'x'"),
@@ -186,6 +286,17 @@ def test_words_find_their_owner():
     assert (plan.torchrun.max_restarts, plan.torchrun.nproc_per_node) == (2, "2")
     assert library.Job.from_words(plan.job.words()) == plan.job
     assert library.parse(["--hosts", "2", "--link", "1gbit", __file__]).hosts == 2
+
+
+@pytest.mark.parametrize(
+    ("codes", "found"), [((0, 0), 0), ((0, 2), 2), ((-15, 3), 3), ((3, -15), 3), ((-9, 0), 137)]
+)
+def test_a_job_in_the_lab_ends_as_the_rank_that_failed_by_itself(codes, found, monkeypatch):
+    """Not as one that was ended because of it."""
+    lab = SimpleNamespace(run=lambda _: SimpleNamespace(returncodes=codes))
+    monkeypatch.setattr(library, "Lab", lambda *_, **__: nullcontext(lab))
+    plan = library.parse(["--hosts", "2", "--loopback", "-m", "train"])
+    assert library._in_lab(plan.job, plan) == found
 
 
 def test_help_is_about_our_options():

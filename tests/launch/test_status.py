@@ -147,6 +147,7 @@ def test_pictures(tmp_path):
     assert "late" not in shown
     assert "late: the script may hang" in drawn(found, 1200.0)
     assert "restart 2" in drawn({**found, "attempt": 2}, 1101.0)
+    assert "auto -> int8" in drawn({**found, "models": [{**MODEL, "label": "auto -> int8"}]}, 1101.0)
     ended = {**found, "state": "failed", "exit_code": 3, "ended": 1101.0}
     assert "failed, exit code 3, 2 ranks, for 1 min 41 s, ended 1 h 0 min ago" in drawn(ended, 4701.0)
     assert "no model is attached yet" in drawn({**found, "models": []}, 1101.0)
@@ -162,3 +163,59 @@ def test_a_launcher_that_was_killed_is_gone_on_this_host_only(tmp_path):
     assert status.read(path)["host"] == socket.gethostname()
     shown = CliRunner().invoke(cli.app, ["watch", str(path), "--json"])
     assert json.loads(shown.stdout)["state"] == "gone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"started": "yesterday"}, "'started' must be a number, not \"yesterday\""),
+        ({"updated": None}, "it has no 'updated'"),
+        ({"updated": [1]}, "'updated' must be a number"),
+        ({"pid": "me"}, "'pid' must be a number"),
+        ({"pid": 10**30}, "'pid' must be a number"),
+        ({"job": 7}, "'job' must be a text, not 7"),
+        ({"state": {}}, "'state' must be a text"),
+        ({"models": 5}, "'models' must be a list of objects"),
+        ({"models": [5]}, "'models' must be a list of objects"),
+        ({"models": [{"steps": "many"}]}, "'steps' must be a number, not \"many\""),
+        ({"models": [{"seconds": [1]}]}, "'seconds' must be an object"),
+        ({"models": [{"seconds": {"wire": "long"}}]}, "'wire' must be a number"),
+        ({"models": [{"overlap": float("inf")}]}, "'overlap' must be a number"),
+    ],
+)
+@pytest.mark.parametrize("how", ["--once", "--json"])
+def test_a_status_of_wrong_types_is_refused_in_words(tmp_path, changes, said, how):
+    path = begin(tmp_path / "job.json")
+    path.write_text(json.dumps({**status.read(path), **changes}))
+    refused = CliRunner().invoke(cli.app, ["watch", str(path), how]).exception
+    assert isinstance(refused, LaunchError)
+    assert f"{path} is no status file of a job: {said}" in str(refused)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "\xff", "[" * 100_000])
+def test_a_file_that_is_no_status_is_refused_in_words(tmp_path, text):
+    path = tmp_path / "job.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(LaunchError, match="is no status file of a job: it"):
+        status.find(str(path))
+
+
+def test_a_name_cannot_steer_the_terminal(tmp_path):
+    evil = "\x1b]0;mine\x07[bold red]x[/nosuch]\x9b2J\u202e"
+    model = {**MODEL, "policy": evil}
+    path = begin(tmp_path / "job.json", job=evil, script=evil, codec=evil, state=evil, models=[model])
+    shown = CliRunner().invoke(cli.app, ["watch", str(path), "--once"])
+    assert shown.exit_code == 0, shown.output
+    assert not {each for each in shown.stdout if each != "\n" and not each.isprintable()}
+    wide = Console(file=io.StringIO(), width=400)
+    wide.print(watch.panel(status.read(path), 1.0))
+    assert wide.file.getvalue().count("\\x1b]0;mine\\x07[bold red]x[/nosuch]\\x9b2J\\u202e") == 5
+
+
+def test_what_rank_0_writes_without_a_launcher_can_be_watched(tmp_path):
+    writer = status.Writer(tmp_path / "alone.json", lambda: [MODEL])
+    writer.start()
+    writer.stop()
+    shown = CliRunner().invoke(cli.app, ["watch", str(tmp_path / "alone.json"), "--once"])
+    assert shown.exit_code == 0, shown.output
+    assert "alone" in shown.stdout

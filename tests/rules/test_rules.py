@@ -39,7 +39,7 @@ def test_public_names_are_pinned():
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",
         "all_to_all", "attach", "broadcast", "codecs", "collectives", "data", "explain", "formats",
         "functional", "hooks", "integrations", "irecv", "isend", "lab", "policy", "recv", "reduce_scatter",
-        "schedules", "send", "simulate", "zoo",
+        "schedules", "send", "simulate", "testing", "zoo",
     ]  # fmt: skip
     assert sorted(formats.__all__) == [
         "Dettmers", "E8M0", "FORMATS", "Fixed", "Float", "Format", "Int", "Posit", "Table", "Uniform",
@@ -143,17 +143,16 @@ def test_examples_in_docstrings_run(name):
     assert result.failed == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "docs/codecs.md", "docs/collectives.md", "docs/ddp.md", "docs/simulate.md"]
-)
-def test_python_in_the_docs_runs(name):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
-    assert blocks
-    for block in blocks:
-        if ">>>" in block:
-            examples = doctest.DocTestParser().get_doctest(block, {"torch": torch}, name, name, 0)
-            runner = doctest.DocTestRunner()
-            runner.run(examples)
-            assert runner.failures == 0
-        else:
-            exec(compile(block, name, "exec"), {})
+def test_every_python_block_of_the_documents_runs_when_it_is_pasted():
+    """Alone, in a process of its own; those that cannot be run say so, and why, in their first line."""
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", Path(__file__).with_name("snippets_program.py"), *paths],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    fenced = sum(len(re.findall(r"^```python", path.read_text(), re.M)) for path in paths)
+    assert len(found) == fenced > 15
+    assert {each["block"]: each["wrong"] for each in found if each.get("wrong")} == {}
+    assert {each["block"].partition(":")[0] for each in found if "why" in each} == {"data.md", "lab.md"}

@@ -1,5 +1,6 @@
 """Auto's arithmetic: what a step would take, and what it takes in the end."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from thinwire.integrations.auto import (
     Cost,
     Profile,
     communication_end,
+    faster,
     predict,
     predict_beside,
 )
@@ -192,6 +194,18 @@ def test_the_fastest_measured_is_kept_not_the_last_tried(monkeypatch):
     assert (pilot.chosen, trainer.codec) == ("onebit", "onebit")
 
 
+def test_the_first_step_of_a_trial_does_not_count(monkeypatch):
+    takes = itertools.chain([9.0], (0.20, 0.21, 0.22, 0.23, 0.24), itertools.repeat(0.25))
+    trainer, pilot = fake(monkeypatch, real=REAL | {"onebit": lambda _: next(takes)})
+    trainer.train(pilot, 80)
+    assert pilot.choice.tried["onebit"] == pytest.approx(0.22)
+
+
+def test_steps_are_compared_with_those_just_before():
+    assert faster([1.0] * 5) == 0.0  # too few to tell
+    assert faster([9.0, 9.0, 9.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0]) == 0.5
+
+
 def test_it_ends_with_float32_if_nothing_is_faster(monkeypatch):
     trainer, pilot = fake(monkeypatch, real=dict.fromkeys(REAL, 1.3) | {"fp32": 1.0})
     trainer.train(pilot, 90)
@@ -209,12 +223,98 @@ def test_a_choice_is_remembered(monkeypatch):
     assert again.describe()["candidates"] == pilot.describe()["candidates"]
 
 
+def test_one_line_says_what_was_chosen_against_what_and_why(monkeypatch, capsys):
+    trainer, pilot = fake(monkeypatch)
+    trainer.train(pilot, 60)
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "thinwire: step 23: auto -> onebit: a step takes 250.0 ms (250.0 predicted) against "
+    )
+    assert "1,000.0 ms in fp32, 4.00x faster; error 0.1" in said
+    assert ", budget 0.2, exceeded by powersgd (0." in said
+    assert said.count("\n") == 1
+    for real, why in ((0.99, "990.0 ms (600.0 predicted), is not faster by 3%"), (1.3, "1,300.0 ms")):
+        trainer, pilot = fake(monkeypatch, real=dict.fromkeys(REAL, real) | {"fp32": 1.0})
+        trainer.train(pilot, 90)
+        said = capsys.readouterr().err
+        assert "auto -> fp32: a step takes 1,000.0 ms; the next best, " in said
+        assert why in said
+
+
+def test_what_loses_too_much_or_promises_nothing_is_said(monkeypatch, capsys):
+    trainer, pilot = fake(monkeypatch, budget=0.0)
+    trainer.train(pilot, 60)
+    assert "every other recipe loses more than the error budget of 0" in capsys.readouterr().err
+    trainer, pilot = fake(monkeypatch, probes=dict.fromkeys(PROBES, 0.002) | {"fp32": 0.001})
+    trainer.train(pilot, 60)
+    assert "the next best, fp16, 1,001.0 ms predicted, is not faster by 3%" in capsys.readouterr().err
+    trainer, pilot = fake(monkeypatch)
+    trainer.world = 1
+    trainer.train(pilot, 2)
+    assert (
+        capsys.readouterr().err == "thinwire: step 1: auto -> fp32: there is one rank, which sends nothing\n"
+    )
+
+
+def test_the_other_ranks_are_silent_and_a_log_is_used_where_there_is_one(monkeypatch, capsys, caplog):
+    trainer, pilot = fake(monkeypatch)
+    trainer.rank = 1
+    trainer.train(pilot, 60)
+    assert capsys.readouterr().err == ""
+    with caplog.at_level("INFO", "thinwire"):
+        trainer, pilot = fake(monkeypatch)
+        trainer.train(pilot, 60)
+    assert capsys.readouterr().err == ""
+    assert "auto -> onebit" in caplog.text
+
+
+def test_bytes_are_counted_from_the_choice_on_too(monkeypatch):
+    trainer, pilot = fake(monkeypatch)
+    assert trainer.meter.since() is None
+    while not pilot.settled:
+        trainer.train(pilot, 1)
+        trainer.meter.sent_nbytes += 400
+        trainer.meter.fp32_nbytes += 400
+    chosen_at = trainer.step  # whose buckets are sent as was chosen
+    trainer.meter.sent_nbytes -= 300
+    for _ in range(9):
+        trainer.train(pilot, 1)
+        trainer.meter.sent_nbytes += 100
+        trainer.meter.fp32_nbytes += 400
+    assert trainer.meter.since() == {"steps": 10, "sent_nbytes": 1000, "fp32_nbytes": 4000}
+    assert trainer.meter.steps == chosen_at + 9
+
+
 def test_the_table_names_the_choice():
     rows = [Candidate("fp32", 1.0, 10, 0.0, True, ""), Candidate("int8", 0.5, 3, 0.01, True, "")]
     choice = Choice(rows=rows, chosen="int8")
     assert "int8" in choice.explain().splitlines()[-1]
     assert "<- chosen" in choice.explain().splitlines()[-1]
     assert math.isclose(choice.describe()["predicted_step_s"], 0.5)
+
+
+def test_on_a_gpu_a_trial_is_timed_once_its_calls_are_recorded(monkeypatch):
+    """Its first four steps are slow there, and steps that are looked at closely are not replayed."""
+    began = {}
+
+    def slow_at_first(name):
+        def takes(step):
+            first = began.setdefault(name, step)
+            return REAL[name] + (2.0 if step < first + pilot.WARM else 0.0)
+
+        return takes
+
+    real = {name: slow_at_first(name) for name in REAL} | {"fp32": 1.0}
+    trainer, gpu = fake(monkeypatch, real=real)
+    trainer.train(gpu, 1)
+    gpu.choice.gpu = True
+    looked_at = []
+    while not gpu.settled:
+        trainer.train(gpu, 1)
+        looked_at.append((trainer.codec != "fp32", trainer.meter.always))
+    assert gpu.choice.tried == {name: pytest.approx(REAL[name]) for name in gpu.choice.tried}
+    assert gpu.chosen == "onebit"
+    assert set(looked_at) == {(False, True), (True, False)}
 
 
 # Steps of a GPU in which computing and communication were apart
@@ -236,3 +336,22 @@ def test_what_the_host_takes_counts_only_where_the_host_is_behind():
     assert idle == predict_beside(whole, APART, fp32, Cost(0.1, 0.0))
     busy = predict_beside(whole, replace(APART, host_s=0.04), fp32, Cost(0.1, 0.0, host_s=0.02))
     assert busy == pytest.approx(idle + 0.02)
+
+
+# What the meter counts
+
+
+def test_waits_of_steps_add_up_and_the_one_under_way_counts_once(monkeypatch):
+    """Three buckets' waits: 2 s and 4 s of steps that are past, 1 s so far of the one under way."""
+    meter, now = Meter(), 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for waits in (2.0, 4.0, 1.0):
+        meter.begin_step()
+        now += 5.0
+        meter.arrive()
+        now += waits
+        meter.done(meter.step)
+    assert meter.wait_s() == pytest.approx(7.0)
+    assert meter.wait_s() == pytest.approx(7.0)  # however often it is asked
+    assert meter.steps_s() == pytest.approx([7.0, 9.0])
+    assert meter.step_s() == pytest.approx(8.0)

@@ -281,7 +281,7 @@ def test_a_loaded_state_shares_no_memory():
     assert torch.equal(again.residuals["w"], kept)
 
 
-def test_a_loaded_state_is_used_by_calls_that_were_worked_out_before():
+def test_a_loaded_or_forgotten_state_is_used_by_calls_that_were_worked_out_before():
     """A plan holds the channel's memory with the codec for a shape."""
     given = [[gauss(8, 12, seed=2 * step + rank) for rank in range(2)] for step in range(5)]
     plans = [arguments.Plans() for _ in range(2)]
@@ -305,6 +305,10 @@ def test_a_loaded_state_is_used_by_calls_that_were_worked_out_before():
     for channel, state in zip(channels, states, strict=True):
         channel.load_state_dict(state)
     assert all(torch.equal(send(step, channels), found) for step, found in zip((1, 2), through, strict=True))
+    for channel in channels:
+        for slot in list(channel.residuals):
+            channel.forget(slot)
+    assert torch.equal(send(3, channels), send(3, [Channel("onebit/column+ef") for _ in range(2)]))
 
 
 def test_a_call_that_is_refused_moves_no_residual():

@@ -300,12 +300,12 @@ def test_a_warm_up_goes_from_float32_to_lu():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("bf17", "no recipe is called 'bf17'; near: bf16"),
+        ("bf17", "unknown recipe 'bf17'; did you mean 'bf16'"),
         ("gupta/2.40", "2 to 24 bits"),
-        ("gupta", "near: gupta/2.14"),
+        ("gupta", "did you mean 'gupta/2.14"),
         ("positnn/F8F9", "names a stage twice"),
         ("positnn/40", "Posit needs n 2..16"),
-        ("mellempundi", "near: mellempudi"),
+        ("mellempundi", "did you mean 'mellempudi"),
         (3, "not int"),
         (formats.get("e4m3"), "not Float; use Stages.uniform of it"),
     ],

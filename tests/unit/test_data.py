@@ -353,12 +353,12 @@ def test_best_takes_the_first_that_can_be_had(server, tiny, cache):
     assert (name, len(notes)) == ("dead", 1)
     with pytest.raises(DataError, match="needs names"):
         data.best()
-    with pytest.raises(DataError, match="no data set is called 'godo'; near names: good"):
+    with pytest.raises(DataError, match="unknown data set 'godo'; did you mean 'good'"):
         data.best("good", "godo")
 
 
 def test_load_says_what_is_wrong(cache):
-    with pytest.raises(DataError, match="no data set is called 'nmist'; near names: mnist"):
+    with pytest.raises(DataError, match="unknown data set 'nmist'; did you mean 'mnist'"):
         data.load("nmist")
     with pytest.raises(
         DataError, match=r"mnist is not in .*: run `thinwire data fetch mnist`, or say fetch=True"
@@ -477,7 +477,7 @@ def test_the_command_line_lists_and_shows(cache):
     listed = run()
     assert listed.exit_code == 0
     assert all(name in listed.stdout for name in SETS)
-    assert listed.stdout.count("not here") == len(SETS)
+    assert listed.stdout.count(" no ") == len(SETS)
     as_data = json.loads(run("list", "--json").stdout)
     assert as_data == json.loads(run("--json").stdout)
     assert [each["name"] for each in as_data] == list(SETS)
@@ -501,7 +501,7 @@ def test_the_command_line_fetches(server, tiny, cache):
     assert isinstance(both.exception, DataError)
     assert "dead cannot be fetched" in str(both.exception)
     assert is_whole(cache), "one that fails does not keep the others away"
-    for wrong, message in ((("fetch",), "or say --all"), (("fetch", "tiyn"), "near names: tiny")):
+    for wrong, message in ((("fetch",), "or say --all"), (("fetch", "tiyn"), "did you mean 'tiny'")):
         with pytest.raises(DataError, match=message):
             raise run(*wrong).exception
 

@@ -82,9 +82,11 @@ def test_legacy_is_the_original_search(kind):
     }[kind]
     rng = np.random.default_rng(3)
     scale = 1 if kind in ("dynamic", "linear") else 160
-    x = np.concatenate([rng.random(200_000) * scale, 10 ** rng.uniform(-7, np.log10(scale), 200_000)]).astype(
-        np.float32
-    )
+    sizes = np.unique(format.ranks)
+    edges = np.float32([*sizes, *(sizes[:-1] + sizes[1:]) / 2, low, high])  # which random numbers never meet
+    edges = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(200))])
+    random = [rng.random(200_000) * scale, 10 ** rng.uniform(-7, np.log10(scale), 200_000)]
+    x = np.concatenate([*np.float32(random), edges[edges < scale]])
     exact = x.astype(np.float64)
     pivot = np.full(x.shape, 63 if kind == "dynamic" else 64)
     for step in (32, 16, 8, 4, 2, 1):

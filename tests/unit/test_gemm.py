@@ -158,7 +158,7 @@ def test_arithmetic_is_data():
         ({"multiply": "mogami/1.5"}, "unknown multiply"),
         ({"rounding": "odd"}, "unknown rounding 'odd'; use one of: nearest"),
         ({"product": "e9m9"}, "Float needs exp 1..8"),
-        ({"product": "float7"}, "no format is called 'float7'"),
+        ({"product": "float7"}, "unknown format 'float7'"),
         ({"sum": "e5m10~sr"}, "use sum='e5m10', and rounding='stochastic'"),
         ({"sum": "e5m2", "order": "fp32"}, "sums in float32; leave out sum"),
         ({"product": "e5m2", "order": "exact"}, "rounds once"),

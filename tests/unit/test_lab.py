@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from thinwire.bench import machine
 from thinwire.cli import lab as cli
-from thinwire.lab import Gpus, Lab, LabError, clean, gpus, mps, namespaces, probe, tools
+from thinwire.lab import Gpus, Lab, LabError, clean, gpus, hosts, mps, namespaces, probe, tools
 from thinwire.lab.topology import Plan, parse_burst, parse_link
 
 SAY = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
@@ -26,19 +27,20 @@ def python(code):
 
 
 @pytest.mark.parametrize(
-    ("text", "bits_per_s", "burst_nbytes"),
+    ("text", "bits_per_s", "burst_nbytes", "queue_nbytes"),
     [
-        ("800kbit", 800_000, 8192),
-        ("100mbit", 100_000_000, 8192),
-        ("1gbit", 1_000_000_000, 62_500),
-        ("2.5Gbit", 2_500_000_000, 156_250),
-        ("10gbit", 10_000_000_000, 625_000),
+        ("800kbit", 800_000, 8192, 64 << 10),
+        ("100mbit", 100_000_000, 8192, 1_250_000),
+        ("1gbit", 1_000_000_000, 62_500, 12_500_000),
+        ("2.5Gbit", 2_500_000_000, 156_250, 31_250_000),
+        ("10gbit", 10_000_000_000, 625_000, 125_000_000),
     ],
 )
-def test_rates(text, bits_per_s, burst_nbytes):
+def test_rates(text, bits_per_s, burst_nbytes, queue_nbytes):
     link = parse_link(text)
     assert (link.bits_per_s, link.burst_nbytes, link.name) == (bits_per_s, burst_nbytes, text.lower())
-    assert link.queue_nbytes >= 2 * link.burst_nbytes
+    assert link.queue_nbytes == queue_nbytes  # a tenth of a second, or 64 KiB
+    assert parse_link(text, 1 << 30).queue_nbytes == 2 << 30  # and never less than two bursts
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_topologies_describe_themselves():
     two = Lab(nodes=2, per_node=4).topology
     assert str(two) == "2 nodes of 4 ranks, 10gbit inside, 1gbit between nodes"
     assert two.describe()["between_bits_per_s"] == 10**9
+    assert Lab(hosts=4, link="loopback").topology == Lab(hosts=4, loopback=True).topology
     loopback = Lab(hosts=4, link="1gbit", loopback=True).topology
     assert str(loopback) == "4 ranks, loopback, not throttled"
     assert not loopback.describe()["throttled"]
@@ -108,11 +111,31 @@ def test_environment_is_that_of_torchrun():
     assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"], told["GROUP_RANK"]) == ("0", "1", "2")
     assert told["GLOO_SOCKET_IFNAME"] == told["NCCL_SOCKET_IFNAME"] == told["TP_SOCKET_IFNAME"] == "eth0"
     assert json.loads(told["THINWIRE_LAB"])["link"] == "1gbit"
+    assert (told["ROLE_RANK"], told["ROLE_WORLD_SIZE"], told["NODE_RANK"]) == ("2", "4", "2")
+    assert told["TORCHELASTIC_USE_AGENT_STORE"] == "False", "rank 0 holds the store"
     two = Plan(nodes=2, per_node=4).topology()
     told = two.environment(6, 29500)
     assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"], told["GROUP_RANK"]) == ("2", "4", "1")
     assert len({two.address(rank) for rank in range(8)}) == 8
     assert [two.nominal(0, rank).name for rank in (1, 4)] == ["10gbit", "1gbit"]
+
+
+@pytest.mark.parametrize("words", [{"hosts": 2}, {"nodes": 1, "per_node": 2}, {"hosts": 2, "loopback": True}])
+def test_lightning_takes_the_labs_ranks_as_they_are(words, monkeypatch):
+    """Whether a script says devices=2, or devices=1 and num_nodes=2; without it ranks were 0 and 2 of 2."""
+    environments = pytest.importorskip("lightning.fabric.plugins.environments")
+    topology = Plan(**words).topology()
+    for name, value in topology.environment(1, 29500).items():
+        monkeypatch.setenv(name, value)
+    assert environments.TorchElasticEnvironment.detect()
+    found = environments.TorchElasticEnvironment()
+    for devices, nodes in ((2, 1), (1, 2)):
+        found.validate_settings(devices, nodes)
+    assert (found.global_rank(), found.world_size()) == (1, 2)
+    assert (found.node_rank(), found.local_rank()) == divmod(1, topology.per_node)
+    assert environments.LightningEnvironment().node_rank() == found.node_rank()
+    with pytest.raises(ValueError, match="does not match the world size"):
+        found.validate_settings(4, 1)
 
 
 def test_names_say_who_owns_them(monkeypatch, tmp_path):
@@ -131,11 +154,11 @@ def test_names_say_who_owns_them(monkeypatch, tmp_path):
 def test_without_root_or_iproute2_it_says_what_still_works(monkeypatch):
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(tools, "find", lambda program: Path(program))
-    with pytest.raises(LabError, match=r"needs root: run it with sudo. --loopback"), Lab(hosts=2):
+    with pytest.raises(LabError, match=r"needs root: run it with sudo. --link loopback"), Lab(hosts=2):
         pass
     monkeypatch.setattr(tools, "find", lambda program: None if program == "tc" else Path(program))
     with (
-        pytest.raises(LabError, match=r"needs `tc`: install iproute2 .*THINWIRE_TC.*--loopback"),
+        pytest.raises(LabError, match=r"needs `tc`: install iproute2 .*THINWIRE_TC.*--link loopback"),
         Lab(hosts=2),
     ):
         pass
@@ -585,3 +608,16 @@ def test_packed_tools_run_by_themselves(tmp_path, monkeypatch):
         monkeypatch.setenv(tools.VARIABLES[name], str(tmp_path / "kit" / name))
         done = subprocess.run([*tools.command(name), "-V"], capture_output=True, text=True)
         assert "iproute2" in done.stdout, done.stderr
+
+
+def test_ranks_on_loopback_meet_at_a_port_that_no_connection_gets_by_itself(monkeypatch):
+    """A port of the kernel's own choice may be a connection's before the ranks' store listens there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", hosts._free_port()))
+        other = hosts._free_port()
+        monkeypatch.setattr(hosts, "PORTS", range(taken.getsockname()[1], taken.getsockname()[1] + 1))
+        with pytest.raises(LabError, match="is free"):
+            hosts._free_port()
+        monkeypatch.setattr(hosts.random, "sample", lambda *_: [taken.getsockname()[1], other])
+        assert hosts._free_port() == other
+    assert other < 32_768  # where the kernel's own begin

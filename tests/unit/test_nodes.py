@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire import Channel, InputError, Stream, codecs, policy
-from thinwire.codecs import CODECS
+from thinwire.codecs import CODECS, Block
+from thinwire.formats import FORMATS, Table
 from thinwire.policy import Policy, Rule
 from thinwire.runtimes import arguments, job, local
 from thinwire.schedules import SCHEDULES, get
@@ -460,3 +461,21 @@ def test_an_interrupted_step_is_forgotten(together):
         each.copy_(was)
     Nodes(model, 4, "int8").backward(loss, x, together=together)
     assert all(map(torch.equal, found, [each.grad for each in model.parameters()]))
+
+
+def test_formats_and_codecs_of_ones_own_are_those_of_the_same_numbers_by_name():
+    mine = Table(FORMATS["nf4"].numbers, label="mine")
+    for given, named in ((mine, "nf4"), (Block(mine, 64, feedback="float32"), "nf4/64+ef")):
+        found = []
+        for wire in (given, Policy("p", (Rule(given),)), named):
+            model, x, y = net(), *batch()
+            nodes = Nodes(model, WORLD, wire)
+            for _ in range(2):
+                nodes.backward(loss, x, y)
+            again = Nodes(model, WORLD, wire)
+            again.load_state_dict(nodes.state_dict())
+            again.backward(loss, x, y)
+            found.append([each.grad for each in model.parameters()])
+        for one, two, three in zip(*found, strict=True):
+            assert torch.equal(one, three)
+            assert torch.equal(two, three)

@@ -60,6 +60,18 @@ def test_a_table_that_is_changed_has_other_trials():
     assert replace(table, arms=arms).trials("aps")[1].key != key
 
 
+def test_a_fixed_scale_is_written_out_and_records_are_found_as_before():
+    """`static8` alone once meant a scale of 1; stored trials are known by a check sum of that spelling."""
+    table = papers.get("dettmers").sized("full")[0]
+    wires = {arm.name: arm.wire for arm in table.arms}
+    assert wires["static tree, model parallel"] == "static8~offset0"
+    assert wires["mantissa, data parallel"] == "mantissa8~offset-1"
+    variants = {trial.codec: trial.variant for trial in table.trials("dettmers", 1)}
+    assert variants["static tree, model parallel"] == "05dc086e"
+    assert variants["mantissa, model parallel"] == "2e7b871b"
+    assert variants["mantissa, data parallel"] == "c32be6df"
+
+
 def test_the_same_trial_gives_the_same_result():
     trial = papers.get("gupta").sized("quick")[0].trials("gupta")[2]
     assert "at random" in trial.codec
@@ -85,6 +97,7 @@ BASE = (0.90, 0.91, 0.92)
 NEAR = (0.898, 0.9082, 0.918)
 ABOVE = (0.91, 0.9203, 0.93)
 FAR = (0.89, 0.9003, 0.91)
+ABOUT = (0.896, 0.905, 0.9155)  # lower, but perhaps by less than half a point
 LOW = (0.80, 0.811, 0.82)
 WIDE = (0.70, 0.91, 0.99)
 SOME = (0.80, 0.81, 0.49)  # half-way from guessing to the base is 50.5 %
@@ -97,6 +110,7 @@ NONE = (0.10, 0.20, 0.50)
         ("same", NEAR, "agrees"),
         ("same", FAR, "disagrees"),
         ("same", LOW, "disagrees"),
+        ("same", ABOUT, "undecided"),
         ("same", WIDE, "undecided"),
         ("same", BASE, "undecided"),  # all differences are the same: there is no interval
         ("same", NEAR[:2], "undecided"),  # too few
@@ -104,6 +118,7 @@ NONE = (0.10, 0.20, 0.50)
         ("overlap", NEAR, "agrees"),
         ("overlap", LOW, "disagrees"),
         ("lower", NEAR, "agrees"),
+        ("lower", ABOUT, "agrees"),
         ("lower", ABOVE, "disagrees"),
         ("lower", WIDE, "undecided"),
         ("trains", LOW, "agrees"),
@@ -138,7 +153,7 @@ def test_orders_and_arms_that_were_not_run():
     assert [each["verdict"] for each in found["claims"]] == ["agrees", "disagrees", "undecided"]
 
 
-def test_the_command_lists_runs_and_repeats(tmp_path):
+def test_the_command_lists_runs_and_repeats(tmp_path, monkeypatch):
     runner = CliRunner()
     listed = runner.invoke(app, ["simulate", "--json"])
     assert [each["name"] for each in json.loads(listed.stdout)] == list(papers.PAPERS)
@@ -148,14 +163,18 @@ def test_the_command_lists_runs_and_repeats(tmp_path):
     assert [row["arm"] for row in found["tables"][0]["rows"]] == ["fp32"]
     assert found["claims"][0]["verdict"] == "not run"
     assert found["device"] == "cpu"
-    (tmp_path / "file").touch()
-    done = runner.invoke(app, ["simulate", "mogami", *how, "--save", str(tmp_path / "file")])
+
+    def refuse(*_):
+        raise InputError("the disk is full")
+
+    monkeypatch.setattr("thinwire.bench.machine.save", refuse)
+    done = runner.invoke(app, ["simulate", "mogami", *how, "--save", str(tmp_path)])
     assert isinstance(done.exception, InputError)
     assert "the runs are kept in" in str(done.exception)
 
 
 def test_bad_names_are_named():
-    with pytest.raises(InputError, match="there is no reproduction 'asp'; use one of: aps"):
+    with pytest.raises(InputError, match="unknown reproduction 'asp'; did you mean 'aps'"):
         papers.get("asp")
     runner = CliRunner()
     done = runner.invoke(app, ["simulate", "aps", "--quick", "--arm", "e9m9"])

@@ -1,13 +1,20 @@
 """Policies: the first rule that matches takes a tensor, and nothing falls through."""
 
+import copy
+import pickle
+import subprocess
+import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 from torch import nn
 
 from thinwire import codecs, policy, schedules, zoo
+from thinwire.codecs import Block
 from thinwire.errors import PolicyError, ScheduleError
-from thinwire.policy import RECIPES, Policy, Rule, Tensorlike
+from thinwire.formats import Float, Table
+from thinwire.policy import RECIPES, Ladder, Policy, Rule, Tensorlike
 
 WEIGHT = Tensorlike("layers.0.weight", "weight", (300, 200))
 
@@ -141,5 +148,46 @@ def test_a_name_may_be_a_recipe_a_spec_or_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(RECIPES["fp8"].to_toml())
     assert policy.get(str(path)) == RECIPES["fp8"]
-    with pytest.raises(PolicyError, match="no recipe"):
-        policy.get("int99999")
+    with pytest.raises(PolicyError, match=r"^'int4/x': a block is a number of elements, not 'x'$"):
+        policy.get("int4/x")
+    with pytest.raises(PolicyError, match=r"^unknown recipe or codec 'itn8'; did you mean 'int8'"):
+        policy.get("itn8")
+
+
+# Codecs and formats of users
+
+MINE = Table((-1.0, -0.2, 0.0, 0.2, 1.0), label="mine")
+
+
+def test_rules_take_codecs_and_formats_and_keep_their_specs():
+    given = Policy(
+        "p", (Rule(MINE, min_ndim=2), Rule(Block(MINE, 64, feedback="float32")), Rule(Float(5, 2)))
+    )
+    first, second, third = (rule.codec for rule in given.rules)
+    assert codecs.get(first) == Block(MINE)
+    assert codecs.get(second) == Block(MINE, 64, feedback="float32")
+    assert third == "e5m2"
+    assert policy.get(MINE).rules[-1].codec == first
+    assert policy.get(Block("int8", 256)) == policy.get("int8/256")
+    assert policy.parse(tomllib.loads(given.to_toml())) == given
+    assert replace(given.rules[0], name="*.weight").codec == first
+    ladder = Ladder((MINE, "int8/256", Block("int16", 64)))
+    assert ladder.levels == (first, "int8/256", "int16/64")
+    with pytest.raises(PolicyError, match="a Codec or a Format, not int"):
+        policy.get(8)
+
+
+def test_policies_of_own_codecs_travel_to_other_processes():
+    """There the spec alone would mean nothing."""
+    given = Policy("p", (Rule("ladder"), Rule(Block(MINE, 64))), Ladder((MINE, "int8/256")))
+    program = (
+        "import pickle, sys; from thinwire import codecs; given = pickle.load(sys.stdin.buffer); "
+        "found = [*given.ladder.levels, given.rules[1].codec]; print(*found); "
+        "print(codecs.get(found[0]).format.numbers)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(given), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    names, numbers = done.stdout.decode().splitlines()
+    assert names.split() == [*given.ladder.levels, given.rules[1].codec]
+    assert numbers == str(MINE.numbers)
+    assert pickle.loads(pickle.dumps(given)) == given == copy.deepcopy(given)

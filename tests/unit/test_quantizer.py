@@ -75,7 +75,7 @@ def test_every_so_many_calls_are_counted():
 def test_unknown_names_are_errors():
     with pytest.raises(FormatError, match="unknown rounding 'sideways'"):
         Quantizer("e4m3", rounding="sideways")
-    with pytest.raises(FormatError, match="no format is called 'e4n3'"):
+    with pytest.raises(FormatError, match="unknown format 'e4n3'"):
         Quantizer("e4n3")
     with pytest.raises(FormatError, match=r"Precision.of\('e4m3~sr'\) takes a spec"):
         Precision("e4m3~sr")

@@ -1,10 +1,16 @@
 """Recordings of calls: the order of what is replayed, and what makes them void. Graphs are stand-ins here."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import thinwire
+from thinwire import Stream, codecs
 from thinwire.channel import Channel, Holding, MovedError, opened
-from thinwire.runtimes.recording import Recorder
+from thinwire.kernels import segment_reference
+from thinwire.kernels.params import Draw
+from thinwire.runtimes.recording import Recorder, Unknown
 from thinwire.schedules import AllGather, AllReduce, Buffers
 
 
@@ -131,3 +137,18 @@ def test_residuals_that_move_make_it_void():
     assert not made.holds
     holding.open(channel, torch.device("cpu"))
     assert not made.holds
+
+
+def test_random_numbers_of_a_recorded_call_are_known_to_nobody():
+    """What would take them from the host fails, and is not recorded: a graph would repeat them."""
+    stream = replace(Unknown(), tensor="w/sent")
+    draw = Draw(stream.seed, stream.step, stream.rank)
+    for asked in (
+        lambda: stream.key,
+        lambda: codecs.get("qsgd4/512").encode(torch.ones(9), stream),
+        lambda: codecs.get("randomk/0.5").encode(torch.ones(9), stream),
+        lambda: segment_reference.key(draw, 1),
+        lambda: Stream(draw.seed, draw.step, 1, draw.rank),
+    ):
+        with pytest.raises((TypeError, thinwire.ThinwireError)):
+            asked()

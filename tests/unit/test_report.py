@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from thinwire import cli, report
 from thinwire.errors import MissingDependencyError, ThinwireError
+from thinwire.report import text
 from thinwire.report.figures import figures
 from thinwire.report.theme import KNOWN, SHAPES, TEMPLATES, styles
 from thinwire.study import Point
@@ -42,6 +43,14 @@ def entry(summary, codec, number=0):
 
 def with_accuracy(codec, seed, accuracy):
     return replace(record(codec, seed), accuracy=accuracy)
+
+
+def test_numbers_change_their_unit_where_they_would_have_four_digits():
+    sizes = {999.4: "999 B", 999.5: "1.00 kB", 999_400: "999 kB", 999_500: "1.00 MB", 999_500_000: "1.00 GB"}
+    assert {each: text.nbytes(each) for each in sizes} == sizes
+    times = {0.9994: "999 ms", 0.9995: "1.00 s", 0.000_999_4: "999 µs", 0.000_999_6: "1.00 ms", 0.0: "0 ms"}
+    assert {each: text.seconds(each) for each in times} == times
+    assert text.nbytes(2e12) == "2,000 GB"  # there is none above
 
 
 def test_every_number_of_the_table_is_that_of_the_records():
@@ -347,6 +356,35 @@ def test_one_exact_layer_among_others_says_so():
     summary = report.summarize([replace(record(), layers=layers)])
     trace = figures(summary, summary["settings"][0])["layers"]["data"][0]
     assert [row[0] for row in trace["text"]][:1] == ["exact"]
+
+
+def test_empty_cells_say_why():
+    layers = record().layers
+    as_fp32 = replace(layers[0], codec="fp32", error=None, snr_db=None, wire_nbytes=4 * layers[0].numel)
+    unknown = [replace(each, error=None, snr_db=None) for each in record("int4").layers]
+    runs = [
+        replace(record(), layers=(as_fp32, *layers[1:-1])),
+        replace(record("int4"), layers=tuple(unknown)),
+    ]
+
+    def reasons(runs):
+        summary = report.summarize(runs)
+        figure = figures(summary, summary["settings"][0])["layers"]
+        assert "Not measured: " in report.render(summary)
+        return {(each["x"], each["y"]): each["text"] for each in figure["layout"]["annotations"]}, figure
+
+    said, figure = reasons(runs)
+    assert said.pop(("int8", layers[0].name)) == "sent as fp32"
+    assert said.pop(("int8", layers[-1].name)) == "no such layer"
+    assert said == {("int4", each.name): "not measured" for each in layers}
+    assert figure["data"][0]["customdata"][0][0].startswith("sent as fp32<br>fp32, ")
+    many = [
+        replace(
+            run, layers=tuple(replace(each, name=f"{n}.{each.name}") for n in range(4) for each in run.layers)
+        )
+        for run in runs
+    ]
+    assert list(reasons(many)[0].values()) == ["not measured"]  # once, in the column that has no number
 
 
 def test_names_cannot_break_the_page():

@@ -6,6 +6,7 @@ import re
 import runpy
 import statistics
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,40 @@ def test_names_cannot_end_or_open_a_tag():
     evil = result("gupta")
     evil["question"] = evil["notes"][0] = evil["tables"][0]["title"] = "</script><script>x()</script>"
     assert "<script>x()" not in papers.render([evil])
+
+
+EVIL = "x<img src=x onerror=y()>\"'&"
+
+
+def test_the_name_of_an_arm_cannot_open_a_tag():
+    """In the table, in the figures and on the buttons above curves, which are there if there are records."""
+    found = result("mogami", QUICK)
+    runs = records("mogami", QUICK)
+    row = found["tables"][0]["rows"][1]
+    row["arm"], old = EVIL, row["arm"]
+    trial = [replace(run.trial, codec=EVIL) if run.trial.codec == old else run.trial for run in runs]
+    page = papers.render([found], [replace(run, trial=each) for run, each in zip(runs, trial, strict=True)])
+    shown = body(page)
+    assert "<img" not in page
+    assert shown.count(f'data-codec="{escape(EVIL)}"') == 1
+    assert f"</svg>{escape(EVIL)}</button>" in shown
+    assert f'<th scope="row">{escape(EVIL)}</th>' in shown
+
+
+def test_a_quick_run_has_a_grey_badge_and_no_verdict_in_colour():
+    quick = body(papers.render([result("mogami", QUICK)]))
+    header = quick[: quick.index("</header>")]
+    assert 'class="mark quick"' in header
+    assert "quick check</span>" in header
+    assert judge.TRIED in header
+    assert "mark agrees" not in quick
+    assert "mark disagrees" not in quick
+    full = body(papers.render([result("aps")]))
+    assert "mark quick" not in full
+    assert "mark agrees" in full
+    both = body(papers.render([result("mogami", QUICK), result("aps")]))
+    assert both.count("quick check</span>") == 1
+    assert "mark agrees" in both[: both.index("</header>")]
 
 
 def test_one_seed_and_a_base_without_arms_make_a_page():

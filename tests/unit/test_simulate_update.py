@@ -11,6 +11,7 @@ from torch import nn
 
 from thinwire import FormatError, InputError, Stream, formats
 from thinwire.formats import Fixed, Float
+from thinwire.simulate import update
 from thinwire.simulate.counters import Counters
 from thinwire.simulate.loss_scale import LossScale
 from thinwire.simulate.precision import Precision
@@ -99,6 +100,20 @@ def test_random_rounding_has_a_stream_for_each_parameter_and_step():
     again.step()
     assert torch.equal(parameter, named)
     assert not torch.equal(first, BFLOAT16.round(some(50)))
+
+
+@pytest.mark.parametrize("make", [SGD, RMSprop, Adam])
+def test_no_two_roundings_draw_the_same_words(make, monkeypatch):
+    """Of gradients, weights and the optimizer's own numbers, in any step: or their errors would be one."""
+    drawn = []
+    monkeypatch.setattr(
+        update, "Stream", lambda *args, **named: drawn.append(Stream(*args, **named)) or drawn[-1]
+    )
+    momentum = {} if make is Adam else {"momentum": 0.9}
+    short = dict.fromkeys(("keep", "state", "gradient"), "bfloat16~sr")
+    run(lambda parameters: make(parameters, lr=0.1, **momentum, **short), steps=3)
+    assert len(drawn) > 3 * 2 * 3
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_kahan_is_the_recurrence():

@@ -12,7 +12,8 @@ from thinwire import Stream, codecs
 from thinwire.codecs import Cast, DctTopK, MSTopK, RandomK, Threshold, TopK
 from thinwire.codecs.base import write_tags
 from thinwire.codecs.dct import _largest, transform
-from thinwire.codecs.sparse import part, spell
+from thinwire.codecs.names import spell
+from thinwire.codecs.sparse import index_bits, part
 from thinwire.errors import CodecError, WireError
 from thinwire.kernels import reference, select, select_loops
 
@@ -311,10 +312,13 @@ def test_unbiased_random_places_are_right_on_average():
 
 
 def test_places_and_roundings_of_one_stream_are_independent():
-    codec, runs = RandomK(0.25, "int4/64~sr", unbiased=True), 20_000
-    x = torch.linspace(0.05, 1.0, 32)
-    mean = codec.decode(codec.encode(x.expand(runs, -1), STREAM), 32).mean(0)
-    assert float((mean - x).abs().max()) < 6 * math.sqrt(4 / runs)
+    """In one row: what is drawn with a word must not be rounded with it. Further rows have other words."""
+    codec, values = RandomK(0.25, "int4/64~sr"), (1.5, 2.5, 3.5, 7.0)  # between steps, but for the largest
+    x = torch.tensor(values).repeat(4096)
+    arrived = codec.decode(codec.encode(x, STREAM), x.numel()).view(-1, 4)
+    for place, value in enumerate(values):
+        sent = arrived[:, place][arrived[:, place] != 0]
+        assert float(sent.mean()) == pytest.approx(value, abs=6 * 0.5 / math.sqrt(1024))
 
 
 def test_the_same_stream_draws_the_same_and_others_do_not():
@@ -456,6 +460,12 @@ def test_specs_lead_back_to_the_codec(codec):
 
 def test_fractions_are_taken_as_written():
     assert [part(0.07, 100), part(0.01, 1), part(0.01, 0), part(1.0, 9), part(0.001, 1001)] == [7, 1, 0, 9, 2]
+
+
+def test_a_place_has_no_more_bits_than_the_last_one_needs():
+    assert [index_bits(numel) for numel in (1, 2, 3, 4, 5, 64, 65, 1 << 20)] == [1, 1, 2, 2, 3, 6, 7, 20]
+    for codec in (TopK(0.5), MSTopK(0.5), Threshold(1.0, 0.5), DctTopK(64, 32)):
+        assert {each.name: each.bits for each in codec.sections(64)}["indices"] == 6
 
 
 def test_codecs_that_cannot_be_are_refused():

@@ -1,7 +1,9 @@
 """Specs: what parses, what it parses to, and what is said about the rest."""
 
 import inspect
+import pickle
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from thinwire.codecs import (
     spec,
 )
 from thinwire.errors import CodecError, ThinwireError, UnknownCodecError
-from thinwire.formats import FORMATS, Table, exponential
+from thinwire.formats import FORMATS, Float, Table, exponential
 from thinwire.scaling import Scaling
 
 EXAMPLES = re.findall(r"^    (\S+) {2,}(?!=)\S", inspect.getdoc(spec), re.M)
@@ -40,7 +42,10 @@ MEANINGS = {
     "int8/256~p99.9": Block("int8", 256, scaling=Scaling("percentile", 99.9)),
     "int8/64~rms2.5~up": Block("int8", 64, "up", Scaling("rms", 2.5)),
     "int8~l2~shared": Block("int8", scaling=Scaling("l2", shared=True)),
-    "posit8_1": Block("posit8_1", scaling=Scaling("fixed")),
+    "posit8_1": Block("posit8_1"),
+    "posit8_1~offset0": Block("posit8_1", scaling=Scaling("fixed")),
+    "fixed2.6": Block("fixed2.6"),
+    "static8": Block("static_tree"),
     "posit8_1/64": Block("posit8_1", 64),
     "static8~offset-1": Block("static_tree", scaling=Scaling("fixed", -1.0)),
     "fp16": Cast("fp16"),
@@ -63,6 +68,7 @@ MEANINGS = {
 #: A recipe, and the same wire but for the tag written out.
 RECIPES = {
     "qsgd4": "int4/512~sr",
+    "qsgd4/tensor": "int4~sr",
     "qsgd2": "int2/128~sr",
     "qsgd16": "int16/8192~sr",
     "qsgd8/64~l2": "int8/64~l2~sr",
@@ -82,6 +88,10 @@ ALIASES = {
     "fp4/16": "e2m1fn/16",
     "dynamic_tree/64": "tree8/64",
     "linear": "linear8",
+    "int8/tensor": "int8",
+    "posit8_1/tensor~sr": "posit8_1~sr",
+    "terngrad/tensor": "terngrad",
+    "qsgd8/tensor~shared": "qsgd8~shared",
     "int8/256~f32~absmax~nearest": "int8/256",
     "int8/256~stochastic": "int8/256~sr",
     "int8/256~sr~bf16~pow2": "int8/256~pow2~bf16~sr",
@@ -103,13 +113,16 @@ ALIASES = {
 }
 #: What is wrong, and what must be said about it.
 MISTAKES = {
-    "nosuch": r"is called 'nosuch'.*families: fp32, .*qsgdB.*formats: .*eXmY.*thinwire codecs",
-    "int88/256": "near names: .*int8",
-    "topq/0.01": "near names: .*topk",
-    "": "no codec or format is called ''",
-    "+ef": "no codec or format is called ''",
-    "~sr": "no codec or format is called ''",
-    "float32": "no codec or format is called 'float32'",
+    "nosuch": "^unknown codec 'nosuch'; `thinwire codecs` lists all$",
+    "itn8": r"^unknown codec 'itn8'; did you mean 'int8'\? \(`thinwire codecs` lists all\)$",
+    "INT8/256": "^unknown codec 'INT8/256'; did you mean 'int8/256'",
+    "int88/256": "^unknown codec 'int88/256'; did you mean 'int8/256'",
+    "qsdg4/512~l2": "did you mean 'qsgd4/512~l2'",
+    "topq/0.01": "did you mean 'topk/0.01'",
+    "": "unknown codec ''",
+    "+ef": "unknown codec ''",
+    "~sr": "unknown codec '~sr'",
+    "float32": "unknown codec 'float32'; did you mean 'fp32'",
     "int20/64": "int20 has 20 bits; block codecs go up to 16",
     "uniform8/64": "no negative numbers",
     "float8_e8m0fnu/64": "no negative numbers",
@@ -119,6 +132,8 @@ MISTAKES = {
     "int8/": "nothing follows the slash",
     "int8/0": "a block is",
     "int8/-64": "a block is a number of elements, not '-64'",
+    "nuqsgd4/tensor": "a block is a number of elements, not 'tensor'",
+    "maxmin4/tensor": "a block is a number of elements, not 'tensor'",
     "int8/many": "a block is a number of elements, not 'many'",
     "int8/256~what": r"no option '~what'; options: sr.*absmax, pow2, floor, l2.*f32, bf16, e8m0.*shared",
     "int8/256~": "no option '~'",
@@ -157,7 +172,7 @@ MISTAKES = {
     "aps": "APS scales floats: write aps/e5m2",
     "aps/int8": "APS scales floats: write aps/e5m2",
     "aps/e5m2~sr": "aps takes no '~sr'",
-    "aps/nosuch": "no format is called 'nosuch'",
+    "aps/nosuch": "unknown format 'nosuch'",
     "fp8lm/64": "fp8lm takes no '/64'",
     "fp8lm~sr": "fp8lm takes no '~sr'",
     "onebit/63": "a power of two from 64 to 65536, not 63",
@@ -172,7 +187,7 @@ MISTAKES = {
     "topk/0": "more than 0 and at most 1, not 0",
     "topk/1.5": "more than 0 and at most 1, not 1.5",
     "topk/nan": "more than 0 and at most 1, not nan",
-    "topk/0.1~what": "no codec or format is called 'what'",
+    "topk/0.1~what": "^'topk/0.1~what': unknown codec 'what'",
     "topk/0.1~qsgd8~shared": "needs an agreement between ranks",
     "mstopk": r"needs a fraction, as in mstopk/0\.01",
     "randomk/0.1~unbiased~fp16": "not right on average",
@@ -191,7 +206,9 @@ MISTAKES = {
 
 
 def test_every_example_in_the_docstring_means_what_it_says():
-    assert EXAMPLES == ["int8/256", "int4/128~sr", "e5m2/128~bf16", "topk/0.01~fp16+ef"]
+    assert EXAMPLES == [
+        "int8/256", "posit8_1", "posit8_1~offset0", "int4/128~sr", "e5m2/128~bf16", "topk/0.01~fp16+ef",
+    ]  # fmt: skip
     assert all(example in MEANINGS and codecs.get(example).spec == example for example in EXAMPLES)
 
 
@@ -234,7 +251,7 @@ def test_other_spellings_lead_to_the_canonical_one(text):
 def test_mistakes_are_named_and_what_would_work_is_listed(text):
     with pytest.raises(UnknownCodecError, match=MISTAKES[text]) as caught:
         codecs.get(text)
-    assert str(caught.value).startswith("'")
+    assert str(caught.value).startswith(("'", "unknown codec '"))
 
 
 def test_an_unknown_spec_is_a_codec_error_and_a_value_error():
@@ -263,6 +280,122 @@ def test_every_family_has_an_entry_in_the_registry():
         assert codecs.get(alias) == codecs.get(name)
 
 
+# A format's name
+
+
+#: Formats of block codecs, but for those whose largest number makes scales of small vectors subnormal.
+BLOCKS = [name for name, each in FORMATS.items() if each.bits <= 16 and each.min < 0 and each.max < 1e30]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_formats_name_alone_is_one_scale_for_the_vector(name):
+    """So what is small stays small: a power of two goes through any format unchanged."""
+    x = torch.randn(300, generator=torch.Generator().manual_seed(2))
+    codec = codecs.get(FORMATS[name])
+    assert codec == Block(name) == codecs.get(codec.spec)
+    if name not in ("sign", "nuqsgd4"):  # as specs, codecs of their own
+        assert codec == codecs.get(name) == codecs.get(f"{name}/tensor")
+    found, small = (codec.decode(codec.encode(x * unit), 300) / unit for unit in (1.0, 2.0**-20))
+    assert torch.equal(found, small)
+    largest = x.abs().max()
+    gap = torch.diff(FORMATS[name].values().double()).max() / FORMATS[name].max
+    if not name.startswith("posit"):  # which taper off towards the ends
+        assert ((found - x).abs().double() <= gap * largest).all()
+    assert found.abs().max() <= largest * 1.01
+
+
+def test_posits_are_scaled_to_where_they_are_finest():
+    x = torch.randn(64, generator=torch.Generator().manual_seed(2)) * 1e-6
+    whole, block = codecs.get("posit8_1"), codecs.get("posit8_1/64")
+    assert torch.equal(whole.decode(whole.encode(x), 64), block.decode(block.encode(x), 64))
+    assert ((whole.decode(whole.encode(x), 64) - x).norm() / x.norm()).item() < 0.02
+    plain = codecs.get("posit8_1~offset0")  # the smallest posit is 1 / 4096, and nothing becomes zero
+    assert plain.decode(plain.encode(x), 64).abs().min() == 2.0**-12
+
+
+# Formats and codecs of users
+
+MINE = Table((-1.0, -0.2, 0.0, 0.2, 1.0), label="mine")
+
+
+def test_a_format_of_ones_own_has_a_spec_that_says_what_it_is():
+    codec = codecs.get(MINE)
+    assert codec == Block(MINE)
+    assert re.fullmatch(r"mine#[0-9a-f]{8}", codec.spec)
+    assert codecs.get(codec.spec) == codec
+    assert codecs.get(f"{codec.spec}/64~sr+ef") == Block(MINE, 64, "stochastic", feedback="float32")
+    other = codecs.get(Table((-1.0, -0.3, 0.0, 0.3, 1.0), label="mine"))
+    assert other.spec != codec.spec  # so no rank takes one for the other
+    assert other.tag(100) != codec.tag(100)
+    again = pickle.loads(pickle.dumps(Block(MINE, 64)))
+    assert again.spec == Block(MINE, 64).spec
+    assert codecs.get(TopK(0.1, MINE).spec) == TopK(0.1, Block(MINE))
+
+
+def test_labels_do_not_break_the_grammar():
+    for label in ("a/b~sr+ef", "x y", "", "Table", "int8"):
+        codec = codecs.get(Table((-1.0, 0.5), label=label))
+        assert codecs.get(codec.spec) == codec
+        assert codecs.get(f"{codec.spec}/64+ef") == Block(Table((-1.0, 0.5)), 64, feedback="float32")
+    odd = Float(4, 3, bias=9)
+    assert codecs.get(Block(odd, 32).spec).format == odd
+    assert codecs.get("aps/" + codecs.get(odd).spec).format == odd
+
+
+def test_a_format_that_this_process_has_not_met_is_asked_for():
+    with pytest.raises(UnknownCodecError, match="has not met; pass the Format itself once"):
+        codecs.get("mine#00000000/64")
+
+
+@dataclass(frozen=True)
+class Doubled(Cast):
+    """A codec of a user."""
+
+    times: int = 2
+
+    @property
+    def name(self):
+        return f"doubled{self.times}"
+
+
+def test_a_codec_of_ones_own_is_found_by_its_spec_once_it_was_used():
+    codec = Doubled("fp16", times=3)
+    with pytest.raises(UnknownCodecError):
+        codecs.get("doubled3")
+    assert codecs.get(codec) is codec
+    assert codecs.get("doubled3") == codec
+    assert codecs.get("doubled3+ef") == codec.with_feedback()
+    assert codecs.get("topk/0.1~doubled3") == TopK(0.1, codec)
+    x = torch.randn(100)
+    assert torch.equal(codec.decode(codec.encode(x), 100), x.half().float())
+
+
+def test_names_that_mean_another_codec_are_refused():
+    codecs.get(Doubled("fp16", times=4))
+    with pytest.raises(CodecError, match="'doubled4', the name of another codec, a Doubled"):
+        codecs.get(Doubled("bf16", times=4))
+    with pytest.raises(CodecError, match="'int8/256', the name of another codec, a Block"):
+        codecs.get(Block("int8", 64, label="int8/256"))
+
+
+def test_a_class_that_is_defined_anew_takes_the_place_of_the_old_one():
+    """As when a cell of a notebook is run again."""
+
+    def define():
+        @dataclass(frozen=True)
+        class Again(Cast):
+            @property
+            def name(self):
+                return "again"
+
+        return Again("fp16")
+
+    first, second = define(), define()
+    assert codecs.get(first) is first
+    assert codecs.get(second) is second
+    assert codecs.get("again") == second != first
+
+
 # Anything
 
 
@@ -285,6 +418,7 @@ ARGUMENTS = [
     "/512",
     "/0.01",
     "/1",
+    "/tensor",
     "/e5m2",
     "/column",
     "/column:7t",

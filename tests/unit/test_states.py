@@ -3,6 +3,7 @@
 import ast
 import copy
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import thinwire
 from thinwire import Channel, ThinwireError, policy
+from thinwire.errors import InputError
 from thinwire.integrations.auto import Candidate, Choice
 from thinwire.integrations.futures import ready
 from thinwire.integrations.ladder import Climber
@@ -353,13 +355,14 @@ TABLE = [
 ]  # fmt: skip
 
 
-def harmless(path, how, piloted):
-    def fits(pattern):
-        return len(pattern) == len(path) and all(a in ("*", b) for a, b in zip(pattern, path, strict=True))
+def fits(pattern, path):
+    return len(pattern) == len(path) and all(a in ("*", b) for a, b in zip(pattern, path, strict=True))
 
+
+def harmless(path, how, piloted):
     if not piloted and path[:1] == ("auto",) and len(path) > 1:
         return True  # it is not read
-    return any(fits(pattern) and how in ways for pattern, ways in HARMLESS + (TABLE if piloted else []))
+    return any(fits(pattern, path) and how in ways for pattern, ways in HARMLESS + (TABLE if piloted else []))
 
 
 def seen(wire):
@@ -412,3 +415,69 @@ def test_a_state_that_is_whole_is_taken(found):
     wire.load_state_dict(found())
     assert same({**wire.state_dict(), "auto": {}}, {**found(), "auto": {}})
     assert wire.policy == (policy.get("int8") if found is PILOTED else POLICY)
+
+
+def test_stale_gradients_need_double_buffering():
+    """A handle without it would neither use nor drop them."""
+    wire, other = Wires().run(), Wires().run(1)
+    other.double_buffer = False
+    before, state = seen(other), wire.state_dict()
+    with pytest.raises(
+        InputError, match=r"attach with double_buffer=True, or leave them out: state\['stale'\]"
+    ):
+        other.load_state_dict(state)
+    assert same(seen(other), before)
+    other.load_state_dict({**state, "stale": {}})
+    assert same(other.debts, wire.debts)
+
+
+# What simulates has states as well
+
+SIMULATED = [
+    pytest.param(make, id=f"{kind}{i}")
+    for kind in ("LossScale", "Rounded", "Nodes", "Climb")
+    for i, make in enumerate(MAKERS[kind])
+]
+#: As HARMLESS, for these: what a later version adds, or the same run at another moment.
+TAKEN = [
+    *((path, ("extra",)) for path in ((), ("param_groups", "*"), ("channels", "*", "*"), ("seen", "*"))),
+    *(((name,), LATER) for name in ("step", "steps", "epoch", "good", "skipped", "violations", "level")),
+    *(((name,), ("less", *LATER)) for name in ("largest", "last", "scale")),
+    *((path, ("drop",)) for path in (("routes",), ("routes", "*"), ("channels", "*"), ("state", "*"))),
+    (("seen",), ("shorter", "longer")),
+    (("seen", "*", "*"), (*BAD, "drop")),
+    (("state", "*", "step"), LATER),
+    *((("state", "*", name), BAD) for name in ("momentum", "square", "mean", "compensation")),
+    *((("param_groups", "*", name), (*LATER, "drop")) for name in ("seed", "sum_of", "gradient")),
+]
+
+
+@pytest.mark.parametrize("make", SIMULATED)
+def test_a_damaged_state_of_a_simulation_is_refused_and_changes_nothing(make):
+    one, step = make()
+    for seed in (1, 2):
+        step(seed)
+    whole = one.state_dict()
+    for seed in range(150):
+        state, (other, go_on) = copy.deepcopy(whole), make()
+        path, how = damage(state, random.Random(seed))
+        before = other.state_dict()
+        try:
+            other.load_state_dict(state)
+        except ThinwireError:
+            assert same(other.state_dict(), before), f"{path}, {how}: refused, but changed"
+            continue
+        assert any(fits(pattern, path) and how in ways for pattern, ways in TAKEN), f"{path}, {how}: accepted"
+        with suppress(InputError):  # in words, if a ladder has not seen a layer in every epoch
+            go_on(3)
+
+
+@pytest.mark.parametrize("make", SIMULATED)
+@pytest.mark.parametrize("state", [None, 7, [], "x", {}], ids=repr)
+def test_what_is_no_state_of_a_simulation_is_refused(make, state):
+    one, step = make()
+    step(1)
+    before = one.state_dict()
+    with pytest.raises(InputError, match="state"):
+        one.load_state_dict(state)
+    assert same(one.state_dict(), before)

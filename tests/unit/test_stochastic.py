@@ -5,6 +5,7 @@ import torch
 
 from thinwire import Rounding, Stream
 from thinwire.formats import FORMATS, get
+from thinwire.runtimes import local
 
 SAMPLES = 1 << 18
 NAMES = [name for name, f in FORMATS.items() if Rounding.STOCHASTIC in f.roundings and f.min < 0]
@@ -43,3 +44,18 @@ def test_numbers_far_below_the_smallest_have_their_chance(name):
     x = torch.full((1 << 20,), format.min_subnormal / 1024)
     share = (format.round(x, "stochastic", Stream(4)) > 0).double().mean()
     assert share == pytest.approx(1 / 1024, rel=0.2)
+
+
+def test_a_stream_set_apart_keeps_its_step_and_its_rank():
+    found = Stream(3, step=7, tensor="a", rank=2).apart()
+    assert (found.step, found.tensor, found.rank) == (7, 0, 2)
+    assert len({Stream(3, tensor=tensor).apart().seed for tensor in (0, 1, "a", "b")}) == 4
+
+
+def test_steps_of_a_named_stream_round_differently():
+    found = []
+    for step in (1, 2):
+        ranks = [torch.linspace(0.0, 1.0, 1000) for _ in range(2)]
+        local.all_reduce(ranks, "qsgd4/512", rng=Stream(3, step=step, tensor="mine"))
+        found.append(ranks[0])
+    assert not torch.equal(*found)

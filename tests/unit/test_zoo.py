@@ -143,12 +143,13 @@ def test_normal_weights_are_drawn_off_the_meta_device():
 
 def test_an_unknown_name_lists_near_ones_and_all():
     with pytest.raises(
-        InputError, match=r"called 'resnet51'; near names: resnet50.*all names: mlp, lenet, .*vit_b"
+        InputError,
+        match=r"unknown network 'resnet51'; did you mean 'resnet50'\? \(there are: mlp, lenet, .*vit_b\)",
     ):
         zoo.get("resnet51")
-    with pytest.raises(InputError, match="called '\\?'; all names: mlp"):
+    with pytest.raises(InputError, match="unknown network '\\?'; there are: mlp"):
         zoo.shapes("?")
-    with pytest.raises(InputError, match="all names"):
+    with pytest.raises(InputError, match="there are: mlp"):
         zoo.get([])
 
 

@@ -92,12 +92,11 @@ def measure(
         "device": device,
         "stages": list(stages),
     }
-    loopback = link == LOOPBACK
     command = [sys.executable, "-m", "thinwire.bench.collective_worker", json.dumps(task)]
     if link == LEVELS:
         made = Lab(nodes=hosts // 2, per_node=2, inside="10gbit", between="100mbit", device=device)
     else:
-        made = Lab(hosts=hosts, link=None if loopback else link, loopback=loopback, device=device)
+        made = Lab(hosts=hosts, link=link, device=device)
     with made as lab:
         done = lab.run(command, timeout_s=TIMEOUT_S, echo=False)
     if not done.ok:
@@ -109,7 +108,7 @@ def measure(
 def tables(result: dict[str, Any]) -> list[Table]:
     """One table for each place, and one of sizes."""
     found: list[Table] = []
-    header = ("method", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32", "error")
+    header = ("method", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32", "relative error")
     core = [
         row
         for row in result["rows"]

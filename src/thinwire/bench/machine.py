@@ -14,6 +14,7 @@ import torch
 
 from thinwire import __version__, kernels
 from thinwire.errors import InputError, LabError
+from thinwire.files import safe_name, writing
 from thinwire.lab import Lab, gpus, mps, tools
 from thinwire.lab.hosts import with_gpus
 
@@ -145,9 +146,9 @@ def record(data: dict[str, Any]) -> dict[str, Any]:
 
 def save(result: dict[str, Any], folder: Path, name: str) -> Path:
     """Write a record as JSON; the path it went to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = folder / f"{safe_name(name)}.json"
+    with writing(path):
+        path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 

@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from thinwire import policy
@@ -23,7 +24,7 @@ from thinwire.bench import machine
 from thinwire.bench.formats import Progress, Table
 from thinwire.bench.training_networks import networks as known_networks
 from thinwire.bench.training_worker import AUTO, BRAIN, HALF, PLAIN, POWER, TORCH
-from thinwire.errors import InputError, LabError
+from thinwire.errors import InputError, LabError, unknown
 from thinwire.lab import Lab, Run
 
 Cell = dict[str, Any]
@@ -49,7 +50,7 @@ FASTER = {
         ("10gbit", 4): {"int8": 3.5, "int4": 5.2, "onebit": 9.0},
     },
 }
-FAST_LINK = {"int8": 2.4, "int4": 3.0}  # at 40gbit, on a GPU
+FAST_LINK = {"int8": 2.4, "int4": 3.0}  # the same at 40gbit, on a GPU
 NOT_SLOWER = 0.97  # where communication is little
 NEAR_BEST = 0.95  # auto, of the best fixed choice
 WORST_ERROR = {"cpu": 0.15, "cuda": 0.10}  # of predicted step times
@@ -78,7 +79,7 @@ def run(  # noqa: PLR0913
     built = known_networks(device)
     for name in networks or ():
         if name not in built:
-            raise InputError(f"there is no network '{name}'; there are: {', '.join(built)}")
+            raise InputError(unknown("network", name, built))
     for method in methods or ():
         if method not in (*TORCH, AUTO):
             policy.get(method)  # a recipe or a codec
@@ -87,8 +88,7 @@ def run(  # noqa: PLR0913
         wanted = [each for each in networks or built if (hosts, link, each) not in done]
         if not wanted:
             continue
-        loopback = link == LOOPBACK
-        with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback, device=device) as lab:
+        with Lab(hosts=hosts, link=link, device=device) as lab:
             for network in wanted:
                 progress(f"{hosts} hosts, {link}: {network}")
                 cell = measure(lab, network, methods or METHODS[device], seconds, device)
@@ -104,6 +104,19 @@ def _result(done: Mapping[tuple[int, str, str], Cell], device: str) -> dict[str,
     cells = [cell for _, cell in sorted(done.items(), key=lambda each: places.index(each[0][:2]))]
     found = {"device": device, "cells": cells, "summary": summary(cells, device), "absent": {}}
     return machine.record(found)
+
+
+def saved_cells(path: Path) -> list[Cell]:
+    """The cells of a result that was saved, for `known`."""
+    try:
+        cells: list[Cell] = json.loads(path.read_text())["cells"]
+        tables({"cells": cells, "summary": []})
+        return [cell for cell in cells if _place(cell)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{path} is no result of `thinwire bench training` ({type(error).__name__}: {error}); "
+            "move it away, or save into another folder"
+        ) from None
 
 
 def _place(cell: Cell) -> tuple[int, str, str]:
@@ -238,8 +251,9 @@ def _gpu_targets(cells: Sequence[Cell], ours: Sequence[str]) -> list[dict[str, A
     """Faster links, and torch's own hooks."""
     throttled = [cell for cell in cells if cell["link"] != LOOPBACK]
     fast = [cell for cell in cells if cell["link"] == "40gbit"]
+    bound = [cell for cell in fast if cell["communication_share"] > BOUND["cuda"]]
     found = [
-        _at_least(f"{method} to plain DDP, 40gbit", target, _ratios(fast, [method]))
+        _at_least(f"{method} to plain DDP, communication-bound, 40gbit", target, _ratios(bound, [method]))
         for method, target in FAST_LINK.items()
     ]
     found.append(_at_least("any method of thinwire to plain DDP, 40gbit", 1.0, _ratios(fast, ours)))
@@ -308,7 +322,15 @@ def _judge(
 # Tables
 
 COLUMNS = ("network", "method", "step ms", "samples/s", "ratio to plain", "sent MB", "replicas equal")
-CHOICE_COLUMNS = ("cell", "chosen", "predicted ms", "measured ms", "error", "best fixed", "ratio to it")
+CHOICE_COLUMNS = (
+    "cell",
+    "chosen",
+    "predicted ms",
+    "measured ms",
+    "prediction error",
+    "best fixed",
+    "ratio to it",
+)
 TARGET_COLUMNS = ("target", "", "values", "worst", "where", "met")
 
 

@@ -36,14 +36,16 @@ TORCH = (PLAIN, HALF, BRAIN, POWER)  # torch's bf16 hook refuses CPUs
 COMPUTE = "compute only"
 AUTO = "auto"
 WARMUP = {"cpu": 2, "cuda": 3}  # steps: DDP makes its buckets anew after the first
-RECORDED = 9  # steps on a GPU until what thinwire repeats is recorded, and its first timed steps are past
+RECORDED = 15  # steps on a GPU until what thinwire repeats is recorded, and its first timed steps are past
 GROUP = 5  # methods on a GPU at a time, beside plain DDP and computing alone
 RANK = 4  # of PowerSGD
 POWER_WARMUP = 4  # it sends float32 twice
 MOST_WARMUP = 300  # until auto has settled
 FEWEST_ROUNDS = 4
 TURN_S = 0.5  # of a method in a round, if its steps are shorter
-TURN_SHARE = 1 / 30  # of the time for all rounds: a turn is no longer, unless it is one step
+TURN_SHARE = 1 / 30  # of the time for all rounds: a turn is no longer, unless it has as few steps as may be
+FEWEST_STEPS = {"cpu": 1, "cuda": 4}  # in a turn, where they are short: a GPU's first step waits for the host
+SHORT_S = 0.1
 MOST_STEPS = 8  # in a turn
 ONE_BUCKET_MB = 4096
 
@@ -244,7 +246,8 @@ def warm_up(trainee: Trainee, data: tuple[Tensor, Tensor], turn_s: float) -> Non
     step_s = _slowest([[trainee.turn(data, 1)]])[0][0]
     if step_s < turn_s:  # it may still have made something for the first time
         step_s = _slowest([[trainee.turn(data, usual)]])[0][0]
-    trainee.steps = max(1, min(MOST_STEPS, int(turn_s / step_s)))
+    fewest = FEWEST_STEPS[data[0].device.type] if step_s < SHORT_S else 1
+    trainee.steps = max(fewest, min(MOST_STEPS, int(turn_s / step_s)))
 
 
 def take_turns(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: float) -> None:

@@ -22,7 +22,7 @@ from thinwire.cli import (
     study,
     watch,
 )
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, print_json, print_table, say
 from thinwire.errors import ThinwireError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -47,7 +47,7 @@ def main() -> None:
     try:
         app()
     except ThinwireError as error:
-        typer.secho(f"thinwire: {error}", fg="red", err=True)
+        say(f"thinwire: {error}", fg="red", err=True)
         raise SystemExit(2) from None
 
 

@@ -1,12 +1,13 @@
 """The verbs of `thinwire bench`."""
 
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, Save, print_json, print_table, say, screen
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
@@ -14,7 +15,6 @@ Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Numel = Annotated[
     int | None, typer.Option(help="Values; 16M on a CPU and 256M on a GPU if not given.", min=1024)
 ]
-Save = Annotated[Path | None, typer.Option(help="Write the results as JSON into this folder.")]
 Commit = Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")]
 
 
@@ -62,8 +62,6 @@ def bench_collectives(
     as_json: Json = False,
 ) -> None:
     """Collectives between throttled hosts, beside torch's own; about eight minutes, needs root for links."""
-    from functools import partial
-
     from thinwire.bench import collectives
 
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
@@ -102,15 +100,12 @@ def bench_training(  # noqa: PLR0913
 
     With --save, a network is saved once it is measured in a place; a run that was stopped goes on with --add.
     """
-    import json
-    from functools import partial
-
     from thinwire.bench import machine, training
 
     name = f"training-{device}"
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
     path = save / f"{name}.json" if save else None
-    known = json.loads(path.read_text())["cells"] if add and path is not None and path.exists() else ()
+    known = training.saved_cells(path) if add and path is not None and path.exists() else ()
 
     def keep(result: dict[str, Any]) -> None:
         if save:
@@ -144,22 +139,20 @@ def _report(
     commit: str | None,
     as_json: bool,
 ) -> None:
-    from rich.console import Console
-
     from thinwire.bench import machine
 
-    console = Console(stderr=True)
+    console = screen(stderr=True)
     with console.status("warming up") as status:
-        progress = status.update if console.is_terminal else console.print
+        progress = status.update if console.is_terminal else partial(say, err=True)
         result = bench.run(*what, progress)
     result["commit"] = commit or result["commit"]
     if save:
         path = machine.save(result, save, name)
-        console.print(f"saved {path}")
+        say(f"saved {path}", err=True)
     if as_json:
         print_json(result)
         return
     for title, header, rows in bench.tables(result):
         print_table(title, header, rows, right=tuple(range(1, len(header))))
     for library, reason in result["absent"].items():
-        typer.echo(f"not measured: {library} ({reason})")
+        say(f"not measured: {library} ({reason})")

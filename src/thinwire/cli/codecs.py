@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from thinwire import __version__
-from thinwire.cli.output import Json, Plot, print_json, print_table
+from thinwire.cli.output import Json, Plot, print_json, print_table, say, telling
 from thinwire.errors import MissingDependencyError
 
 app = typer.Typer(help="Codecs: list, draw their wires, measure what they lose.", invoke_without_command=True)
@@ -22,6 +22,7 @@ TOUR = (
     "onebit/64",
     "topk/0.01",
 )
+COMPARED = 1 << 16  #: numbers that codecs which were not asked for are drawn with
 STUDY_NETS = ("alexnet", "vgg19", "resnet50", "resnet152", "resnet110", "an4_lstm")
 
 
@@ -38,17 +39,16 @@ def codecs_list(context: typer.Context, as_json: Json = False) -> None:
         return
     header = (
         "spec",
-        "bits/element",
+        "bits per element",
         "smaller by",
         "unbiased",
         "zeros stay",
         "ranks agree on",
         "NaN and infinities",
     )
-    print_table("codecs", header, [_row(each) for each in described], right=(1, 2))
-    typer.echo(
-        "a spec is NAME[/BLOCK][~OPTION...][+ef], for any number format: thinwire codecs show e3m4/64~sr"
-    )
+    print_table("codecs", header, [_row(each) for each in described], right=(1, 2), spare=(6,))
+    say("a spec is NAME[/BLOCK][~OPTION...][+ef], for any number format")
+    say("thinwire codecs show e3m4/64~sr: its wire, and what becomes of NaN and infinities")
 
 
 def _row(each: dict[str, Any]) -> tuple[str, ...]:
@@ -80,10 +80,10 @@ def codecs_show(
         print_json({**facts, "numel": numel, "nbytes": codec.nbytes(numel), "wire": wire})
         return
     total, plain = codec.nbytes(numel), 4 * numel
-    typer.secho(f"{codec.spec}: {numel:,} elements in {total:,} bytes (float32: {plain:,})\n", bold=True)
+    say(f"{codec.spec}: {numel:,} elements in {total:,} bytes (float32: {plain:,})\n", bold=True)
     for line in describe.draw(codec, numel):
-        typer.echo(line)
-    typer.echo("")
+        say(line)
+    say("")
     header = ("section", "holds", "bits each", "count", "from byte", "bytes", "share")
     rows = [
         (
@@ -100,7 +100,7 @@ def codecs_show(
     print_table("", header, rows, right=(2, 3, 4, 5, 6))
     for key in ("bits_per_element", "unbiased", "keeps_zeros", "needs_rng", "nonfinite"):
         value = facts[key]
-        typer.echo(f"{key.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")
+        say(f"{key.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")
 
 
 @app.command("error")
@@ -114,7 +114,7 @@ def codecs_error(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """What codecs lose: squared error over squared norm, on three distributions or your file."""
+    """What codecs lose: the relative error ||x - y|| / ||x||, on three distributions or your file."""
     from thinwire.codecs import CODECS, accuracy, get, picture
     from thinwire.formats.accuracy import load
 
@@ -123,60 +123,65 @@ def codecs_error(
         data = {file.name: load(file).flatten()}
     else:
         data = {name: accuracy.sample(name, samples, seed) for name in accuracy.DISTRIBUTIONS}
-    table = accuracy.error_table(chosen, data, seed)
-    if plot:
-        picture.plot(table, plot)
+    with telling("measuring (the first use compiles)") as progress:
+        table = accuracy.error_table(chosen, data, seed, progress)
+        if plot:
+            first, x = next(iter(data.items()))
+            others = [codec for codec in CODECS.values() if codec not in chosen]
+            beside = accuracy.error_table(others, {first: x[:COMPARED]}, seed, progress)
+            picture.plot(table, plot, beside)
     if as_json:
         print_json(table)
         return
     _print_errors(table, list(data))
     if plot:
-        typer.echo(f"plot: {plot}")
+        say(f"plot: {plot}")
 
 
 def _print_errors(table: list[dict[str, Any]], data: list[str]) -> None:
-    cells = {(row["spec"], row["data"]): f"{row['distortion']:.3g}" for row in table}
+    cells = {(row["spec"], row["data"]): f"{row['error']:.3g}" for row in table}
     bits = {row["spec"]: f"{row['bits_per_element']:.3f}" for row in table}
     rows = [(spec, bits[spec], *(cells[spec, name] for name in data)) for spec in bits]
-    header = ("spec", "bits/element", *data)
-    print_table(
-        "squared error / squared norm, without feedback", header, rows, right=tuple(range(1, len(header)))
-    )
+    header = ("spec", "bits per element", *data)
+    right = tuple(range(1, len(header)))
+    print_table("relative error ||x - y|| / ||x||, without feedback", header, rows, right)
 
 
 @app.command("tour")
 def codecs_tour(plot: Plot = Path("codecs.png")) -> None:
-    """A short tour that ends with a table and a picture: what `make demo` runs."""
+    """A short tour of codecs that ends with a table and a picture."""
     import torch
 
     from thinwire.channel import Channel
     from thinwire.codecs import CODECS, accuracy, describe, get, picture
 
-    typer.secho(f"thinwire {__version__}: {len(CODECS)} kinds of codecs, one interface\n", bold=True)
-    typer.echo("A vector of 4096 numbers takes 16,384 bytes. As int4/128 it is this wire:\n")
+    say(f"thinwire {__version__}: {len(CODECS)} kinds of codecs, one interface\n", bold=True)
+    say("A vector of 4096 numbers takes 16,384 bytes. As int4/128 it is this wire:\n")
     for line in describe.draw(get("int4/128"), 4096):
-        typer.echo(f"  {line}")
-    typer.echo("\nOne gradient of some networks, as the methods of the communication study would send it:")
+        say(f"  {line}")
+    say("\nOne gradient of some networks, as the methods of the communication study would send it:")
     print_bytes()
-    typer.echo("\nWhat some codecs lose on a million numbers (the first use compiles, a minute at most):")
+    say("\nWhat some codecs lose on a million numbers (the first use compiles, a minute at most):")
     data = {name: accuracy.sample(name, 1 << 20) for name in accuracy.DISTRIBUTIONS}
-    _print_errors(accuracy.error_table([get(spec) for spec in TOUR], data), list(data))
-    typer.echo("One bit is crude, but what it owes is sent later (error feedback). The mean of what arrived:")
+    with telling("measuring") as progress:
+        found = accuracy.error_table([get(spec) for spec in TOUR], data, progress=progress)
+    _print_errors(found, list(data))
+    say("One bit is crude, but what it owes is sent later (error feedback). The mean of what arrived:")
     x = data["gaussian"][:4096]
     channel, total = Channel("onebit/64+ef"), torch.zeros(4096)
     for step in range(1, 101):
         channel._codec.decode_add(channel.encode(x, "gradient"), total)
         if step in (1, 10, 100):
             error = float((total / step - x).norm() / x.norm())
-            typer.echo(f"  after {step:3} steps: off by {100 * error:5.1f} %")
+            say(f"  after {step:3} steps: off by {100 * error:5.1f} %")
     if plot:
         try:
             table = accuracy.error_table(CODECS.values(), {"gaussian": data["gaussian"][: 1 << 17]})
             picture.plot(table, plot)
-            typer.echo(f"\nBits against error for every codec, as a picture: {plot.resolve()}")
+            say(f"\nBits against error for every codec, as a picture: {plot.resolve()}")
         except MissingDependencyError as error:
-            typer.echo(f"\nNo picture: {error}")
-    typer.echo("Next: thinwire codecs | codecs show nvfp4 | bytes resnet50 int8/256 | formats tour")
+            say(f"\nNo picture: {error}")
+    say("Next: thinwire codecs | codecs show nvfp4 | bytes resnet50 int8/256 | formats tour")
 
 
 def print_bytes(
@@ -220,8 +225,8 @@ def _print_study(names: list[str], rows: list[dict[str, Any]]) -> None:
     title = "one gradient on the wire, megabytes"
     print_table(title, ("network", "params", *methods), table, right=tuple(range(1, 2 + len(methods))))
     specs = {row["method"]: row["spec"] for row in rows}
-    typer.echo("QSGD and 1bit* leave tensors under 10,000 elements in float32; 1bit takes all of them.")
-    typer.echo("codecs: " + ", ".join(f"{method} = {spec}" for method, spec in specs.items()))
+    say("QSGD and 1bit* leave tensors under 10,000 elements in float32; 1bit takes all of them.")
+    say("codecs: " + ", ".join(f"{method} = {spec}" for method, spec in specs.items()))
 
 
 def _figure(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, print_json, print_table, say, screen
 from thinwire.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,13 +39,14 @@ def data_list(as_json: Json = False) -> None:
             f"{each['train']:,}",
             f"{each['test']:,}",
             _megabytes(each["nbytes"]),
-            each["folder"] if each["present"] else "not here",
+            "yes" if each["present"] else "no",
         )
         for each in described
     ]
-    print_table("", ("name", "title", "train", "test", "MB", "where"), rows, right=(2, 3, 4))
+    print_table("", ("name", "title", "train", "test", "MB", "here"), rows, right=(2, 3, 4))
+    say(f"those that are here: in {data.where()}/NAME")
     if not all(each["present"] for each in described):
-        typer.echo(f"`thinwire data fetch NAME` brings one into {data.where()}")
+        say("`thinwire data fetch NAME` brings one there")
 
 
 @app.command("where")
@@ -118,7 +119,7 @@ def data_fetch(
             failed.append(str(error))
         else:
             nbytes, source = data.SETS[name].nbytes, data.came_from(name) or "a place not recorded"
-            typer.echo(f"{name}: {_megabytes(nbytes)} MB in {path}, checksums right, from {source}")
+            say(f"{name}: {_megabytes(nbytes)} MB in {path}, checksums right, from {source}")
     if failed:
         raise DataError("\n".join(failed))
 
@@ -126,11 +127,15 @@ def data_fetch(
 @contextmanager
 def fetch_bar(name: str) -> "Iterator[Progress]":
     """A progress bar on a terminal, nothing elsewhere."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(16), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(16),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    console = screen(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}  # one at a time: the total of a task cannot become unknown again
 

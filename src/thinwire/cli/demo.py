@@ -6,15 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json
+from thinwire.cli.output import Json, Save, print_json, say
 from thinwire.cli.progress import STORE, Device, Fresh, StorePath, train
-from thinwire.cli.report import Save, keep, print_summary
+from thinwire.cli.report import keep, print_summary
 from thinwire.errors import MissingDependencyError
+from thinwire.files import check_file
 
 
 def run_demo(  # noqa: PLR0913
     store: StorePath = STORE,
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("demo.html"),
+    out: Annotated[Path, typer.Option(help="The page.", callback=check_file)] = Path("demo.html"),
     seeds: Annotated[int, typer.Option(help="Runs of every codec.", min=1)] = 3,
     device: Device = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="One seed and few steps: under a minute.")] = False,
@@ -41,7 +42,7 @@ def run_demo(  # noqa: PLR0913
     with fetch_bar("demo") as fetching:
         plan = demo.plan(hosts, link, seeds, device=device, quick=quick, fetching=fetching)
     for note in plan.notes:
-        typer.echo(note, err=True)
+        say(note, err=True)
     records = train(plan.trials, store, demo.SHARES if device == "cpu" else demo.CUDA_SHARES, fresh=fresh)
     summary = report.summarize(records)
     page, why = _page(summary, out)
@@ -51,10 +52,10 @@ def run_demo(  # noqa: PLR0913
         return
     print_summary(summary)
     if page:
-        typer.secho(f"\nThe page: {page.resolve()}", bold=True)
+        say(f"\nThe page: {page.resolve()}", bold=True)
     else:
-        typer.secho(f"\nNo page: {why}. Where it is installed: thinwire report --store {store}", fg="yellow")
-    typer.echo(f"{time.monotonic() - began:.0f} s; every run is kept in {store}")
+        say(f"\nNo page: {why}. Where it is installed: thinwire report --store {store}", fg="yellow")
+    say(f"{time.monotonic() - began:.0f} s; every run is kept in {store}")
 
 
 def _page(summary: dict[str, Any], out: Path) -> tuple[Path | None, str]:

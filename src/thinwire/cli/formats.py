@@ -7,13 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from thinwire import __version__
-from thinwire.cli.output import Json, Plot, RoundingName, print_json, print_table
-from thinwire.errors import MissingDependencyError
+from thinwire.cli.output import Json, Plot, RoundingName, print_json, print_table, say, screen_width, telling
+from thinwire.errors import InputError, MissingDependencyError, unknown
 
 app = typer.Typer(help="Number formats: list, show, measure, try out.", invoke_without_command=True)
 
 METRICS = {
-    "relative": "mean relative error (%)",
+    "error": "relative error ||x - y|| / ||x||",
+    "relative": "mean of the numbers' own relative errors |x - y| / |x| (%)",
     "absolute": "mean absolute error",
     "squared": "mean squared error",
     "snr_db": "signal to noise (dB)",
@@ -34,9 +35,9 @@ def formats_list(context: typer.Context, as_json: Json = False) -> None:
         print_json(described)
         return
     rows = [_format_row(each) for each in described]
-    header = ("name", "bits", "levels", "max", "smallest", "levels/decade", "specials")
+    header = ("name", "bits", "levels", "max", "smallest", "levels per decade", "specials")
     print_table("formats", header, rows, right=(1, 2, 3, 4, 5))
-    typer.echo(f"also by parameters: {', '.join(PATTERNS)}    levels/decade: where they are densest")
+    say(f"also by parameters: {', '.join(PATTERNS)}; levels per decade: where they are densest")
 
 
 @app.command("show")
@@ -54,14 +55,14 @@ def formats_show(name: str, as_json: Json = False, plot: Plot = None) -> None:
         return
     print_table(format.name, ("what", "value"), [(key, _number(value)) for key, value in facts.items()])
     if format.bits <= 16:
-        typer.echo("positive values, denser is higher:")
+        say("positive values, denser is higher:")
         for line in picture.number_line(format):
-            typer.echo(f"  {line}")
+            say(f"  {line}")
     if format.bits <= 8:
         values = [f"{value:.6g}" for value in format.values().tolist()]
-        typer.echo("values: " + " ".join(values))
+        say("values: " + " ".join(values))
     if plot:
-        typer.echo(f"plot: {plot}")
+        say(f"plot: {plot}")
 
 
 @app.command("round", context_settings={"ignore_unknown_options": True})
@@ -90,7 +91,12 @@ def formats_round(
         )
         for row in report
     ]
-    print_table(name, ("float32", "value", "hex", "binary", "error", "relative"), rows, right=(0, 1, 4, 5))
+    print_table(
+        name,
+        ("float32", "value", "hex", "binary", "value - float32", "relative error"),
+        rows,
+        right=(0, 1, 4, 5),
+    )
 
 
 @app.command("error")
@@ -98,30 +104,29 @@ def formats_error(
     names: Annotated[list[str] | None, typer.Argument(help="Formats; without any, all of 8 bits.")] = None,
     file: Annotated[Path | None, typer.Option(help="Your own numbers: a .npy or .pt file.")] = None,
     samples: Annotated[int, typer.Option(help="Numbers drawn from each distribution.", min=1)] = 1_000_000,
-    metric: Annotated[str, typer.Option(help="relative, absolute, squared, snr_db or zeroed.")] = "relative",
+    metric: Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")] = "error",
     rounding: RoundingName = "nearest",
     seed: Annotated[int, typer.Option(help="For the samples and for stochastic rounding.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Error of formats on five distributions, or on the numbers in a file."""
+    """What formats lose: the relative error ||x - y|| / ||x||, on five distributions or your file."""
     from thinwire.formats import FORMATS, accuracy, get
 
+    if metric not in METRICS:
+        raise InputError(unknown("metric", metric, METRICS))
     chosen = [get(name) for name in names] if names else [f for f in FORMATS.values() if f.bits == 8]
     for format in chosen if names else []:
         if rounding not in format.roundings:
-            raise typer.BadParameter(
-                f"{format.name} has no '{rounding}'; it has: {', '.join(format.roundings)}"
-            )
+            raise InputError(f"{format.name} has no '{rounding}'; it has: {', '.join(format.roundings)}")
     if file:
         found = accuracy.load(file)
         data = {file.name: found[found.isfinite()]}
         if data[file.name].numel() < found.numel() and not as_json:
-            typer.echo(
-                f"left out {found.numel() - data[file.name].numel()} of {found.numel()} that are not finite"
-            )
+            say(f"left out {found.numel() - data[file.name].numel()} of {found.numel()} that are not finite")
     else:
         data = {name: accuracy.sample(name, samples, seed) for name in accuracy.DISTRIBUTIONS}
-    table = accuracy.error_table(chosen, data, rounding, seed)
+    with telling("measuring (the first use compiles)") as progress:
+        table = accuracy.error_table(chosen, data, rounding, seed, progress)
     if as_json:
         print_json(table)
         return
@@ -130,30 +135,32 @@ def formats_error(
 
 @app.command("tour")
 def formats_tour(plot: Plot = Path("formats.png")) -> None:
-    """A short tour that ends with a picture and a table: what `make demo` runs."""
+    """A short tour of number formats that ends with a table and a picture."""
     from thinwire.formats import FORMATS, accuracy, describe, get, picture
 
     chosen = [get(name) for name in TOUR]
-    typer.secho(f"thinwire {__version__}: {len(FORMATS)} number formats, one interface\n", bold=True)
-    typer.echo("One number, 0.3, as it is, in a few of them:")
+    say(f"thinwire {__version__}: {len(FORMATS)} number formats, one interface\n", bold=True)
+    say("One number, 0.3, as it is, in a few of them:")
     rows = [(f.name, f.bits, *_rounded(describe.round_report(f, [0.3])[0])) for f in chosen]
-    print_table("", ("format", "bits", "becomes", "code", "error"), rows, right=(1, 2, 4))
-    typer.echo("\nWhere their positive values lie, from the smallest to the largest:")
+    print_table("", ("format", "bits", "becomes", "code", "relative error"), rows, right=(1, 2, 4))
+    say("\nWhere their positive values lie, from the smallest to the largest:")
     for format in chosen:
-        line, ends = picture.number_line(format)
-        typer.echo(f"  {format.name:>14} |{line}|")
-        typer.echo(f"  {'':>14}  {ends}")
-    typer.echo("\nWhat each loses on a million numbers, scaled so that the largest becomes the format's own")
-    typer.echo("(posits are used as they are, so only theirs depends on the width of a distribution):")
+        line, ends = picture.number_line(format, min(72, screen_width() - 20))
+        say(f"  {format.name:>14} |{line}|")
+        say(f"  {'':>14}  {ends}")
+    say("\nWhat each loses on a million numbers, scaled so that the largest becomes the format's own")
+    say("(posits are used as they are, so only theirs depends on the width of a distribution):")
     data = {name: accuracy.sample(name, 1_000_000) for name in accuracy.DISTRIBUTIONS}
-    _print_error_table(accuracy.error_table(chosen, data), list(data), "relative")
+    with telling("measuring") as progress:
+        table = accuracy.error_table(chosen, data, progress=progress)
+    _print_error_table(table, list(data), "error")
     if plot:
         try:
             picture.plot(chosen, plot)
-            typer.echo(f"\nThe picture is in {plot.resolve()}")
+            say(f"\nThe picture is in {plot.resolve()}")
         except MissingDependencyError as error:
-            typer.echo(f"\nNo picture: {error}")
-    typer.echo("Next: thinwire formats | thinwire formats show posit8_1 | thinwire formats round e4m3 0.3")
+            say(f"\nNo picture: {error}")
+    say("Next: thinwire formats | thinwire formats show posit8_1 | thinwire formats round e4m3 0.3")
 
 
 def _format_row(each: dict[str, Any]) -> tuple[Any, ...]:
@@ -175,8 +182,6 @@ def _rounded(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _print_error_table(table: list[dict[str, Any]], data: list[str], metric: str) -> None:
-    if metric not in METRICS:
-        raise typer.BadParameter(f"unknown metric '{metric}'; use one of: {', '.join(METRICS)}")
     cells = {(row["format"], row["data"]): row[metric] for row in table}
     percent = metric in ("relative", "zeroed")
     rows = [

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, print_json, print_table, say
 
 app = typer.Typer(help="Emulated hosts on this machine, with links as slow as you say.", no_args_is_help=True)
 
@@ -81,7 +81,7 @@ def _first_failure(returncodes: tuple[int, ...]) -> int:
 
 def _print_run(found: dict[str, Any], timeout: float | None) -> None:
     ended = f"ended after {timeout} s: time is up" if found["timed_out"] else f"{found['seconds']:.2f} s"
-    typer.secho(f"{found['topology']}: {ended}", bold=True)
+    say(f"{found['topology']}: {ended}", bold=True)
     if found["counters"] is None:
         print_table("", ("rank", "exit"), list(enumerate(found["returncodes"])), right=(1,))
         return
@@ -90,7 +90,7 @@ def _print_run(found: dict[str, Any], timeout: float | None) -> None:
     rows = [_row(f"rank {rank}", codes[rank], each) for rank, each in enumerate(counted)]
     rows += [_row(f"node {node}", "", each) for node, each in enumerate(found["node_counters"] or ())]
     print_table("", header, rows, right=tuple(range(1, len(header))))
-    typer.echo("counted by the kernel at the ends of each link, headers included")
+    say("counted by the kernel at the ends of each link, headers included")
 
 
 def _row(whose: str, code: int | str, each: dict[str, int]) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def lab_check(  # noqa: PLR0913
 
 
 def _print_check(title: str, rows: list[dict[str, Any]], held: bool) -> None:
-    typer.secho(title, bold=True)
+    say(title, bold=True)
     header = ("from rank", "to rank", "nominal Mbit/s", "payload Mbit/s", "share")
     cells = [
         (
@@ -164,7 +164,7 @@ def _print_check(title: str, rows: list[dict[str, Any]], held: bool) -> None:
         reached = f"{worst['measured_mbit_per_s']:,.0f} of {worst['nominal_mbit_per_s']:,.0f} Mbit/s"
         verdict = f"not held: this machine is too slow or too busy, and reaches {reached}"
         several = f", with {worst['connections']} connections at once" if worst["connections"] > 1 else ""
-        typer.echo(f"the nominal rate is {'held' if held else verdict}{several} (headers take 4.4 % of it)")
+        say(f"the nominal rate is {'held' if held else verdict}{several} (headers take 4.4 % of it)")
 
 
 @app.command("clean")
@@ -177,9 +177,9 @@ def lab_clean(as_json: Json = False) -> None:
         print_json({"removed": removed})
         return
     for name in removed:
-        typer.echo(f"removed {name}")
+        say(f"removed {name}")
     if not removed:
-        typer.echo("nothing to remove")
+        say("nothing to remove")
 
 
 @app.command("pack-tools")
@@ -194,6 +194,6 @@ def lab_pack_tools(
         print_json({"copied": [str(path) for path in copied]})
         return
     nbytes = sum(path.stat().st_size for path in copied)
-    typer.echo(f"{len(copied)} files, {nbytes / 1e6:.1f} MB, in {folder}. On the other machine:")
+    say(f"{len(copied)} files, {nbytes / 1e6:.1f} MB, in {folder}. On the other machine:")
     names = " ".join(f"{tools.VARIABLES[name]}=/path/to/{folder.name}/{name}" for name in tools.PROGRAMS)
-    typer.echo(f"  export {names}")
+    say(f"  export {names}")

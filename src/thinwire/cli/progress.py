@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from thinwire.cli.output import plain, say, screen
+from thinwire.files import check_file
+
 if TYPE_CHECKING:
     from thinwire.study import Record, Trial
     from thinwire.study.run import Progress, Tell
     from thinwire.study.store import Store
 
 INTERRUPTED = 130
-StorePath = Annotated[Path, typer.Option("--store", help="The file that keeps what is done.")]
+StorePath = Annotated[
+    Path, typer.Option("--store", help="The file that keeps what is done.", callback=check_file)
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train anew what is kept already.")]
 Device = Annotated[str, typer.Option(help="cpu, or cuda: on GPUs that the hosts share, over NCCL.")]
 STORE = Path("thinwire.sqlite")
@@ -43,7 +48,7 @@ def train(
             try:
                 return (run or runs.run)(trials, opened, bars.show)
             except KeyboardInterrupt:
-                typer.echo(f"stopped; what is done is kept in {store}: the same command goes on", err=True)
+                say(f"stopped; what is done is kept in {store}: the same command goes on", err=True)
                 raise typer.Exit(INTERRUPTED) from None
 
 
@@ -53,7 +58,6 @@ class Bars:
     def __init__(
         self, trials: "Sequence[Trial]", kept: "Sequence[Record]", shares: Mapping[str, float]
     ) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Display
 
@@ -66,13 +70,13 @@ class Bars:
             self._time(record, record.points[-1].seconds)
         done = {record.trial for record in kept}
         self.left = [trial for trial in trials if trial not in done]
-        self.console = Console(stderr=True, highlight=False)
+        self.console = screen(stderr=True)
         self.bars = Display(
-            TextColumn("{task.description:24}"),
+            TextColumn("{task.description:24}", markup=False),
             BarColumn(),
             TextColumn("{task.completed:.0f} of {task.total:.0f}"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[said]}", markup=False),
             console=self.console,
             disable=not self.console.is_terminal or not self.left,
         )
@@ -80,7 +84,7 @@ class Bars:
     def __enter__(self) -> Self:
         kept = self.count - len(self.left)
         if kept:
-            self.console.print(f"{kept} of {self.count} runs are kept from before")
+            say(f"{kept} of {self.count} runs are kept from before", err=True)
         self.bars.start()
         self.all = self.bars.add_task("all runs", total=self.count, completed=kept, said="starting the ranks")
         self.one = self.bars.add_task("", total=1, said="", visible=False)
@@ -104,14 +108,14 @@ class Bars:
         self.bars.update(self.all, completed=self.count - len(self.left), said=rest)
         self.bars.update(
             self.one,
-            description=f"{trial.codec}, seed {trial.seed}",
+            description=plain(f"{trial.codec}, seed {trial.seed}"),
             completed=progress.step,
             visible=bool(self.left),
             said=f"loss {progress.loss:.3f}{accuracy}",
         )
         if record is not None and not self.console.is_terminal:
             line = f"{self.count - len(self.left):>3} of {self.count}: {_line(record)}  {rest}"
-            self.console.print(line, soft_wrap=True)
+            say(line, err=True)
 
     def _time(self, record: "Record", seconds: float) -> None:
         self.took.setdefault(record.trial.codec, []).append(seconds)

@@ -5,19 +5,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, Save, checked, print_json, print_table, say
 from thinwire.errors import ThinwireError
+from thinwire.files import check_file, safe_name
 
 if TYPE_CHECKING:
     from thinwire.study import Record
-
-Save = Annotated[Path | None, typer.Option(help="Write the summary as JSON into this folder.")]
 
 
 def make_report(
     store: Annotated[Path, typer.Option(help="The file of records.")] = Path("thinwire.sqlite"),
     study: Annotated[str, typer.Option(help="Which study's records.")] = "demo",
-    out: Annotated[Path | None, typer.Option(help="The page; without it, STUDY.html in this folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page; without it, STUDY.html in this folder.", callback=checked(check_file)),
+    ] = None,
     save: Save = None,
     as_json: Json = False,
 ) -> None:
@@ -39,7 +41,7 @@ def make_report(
         _reproduction(study, records, out, save, as_json)
         return
     summary = report.summarize(records)
-    page = report.save(summary, out or Path(f"{study}.html"))
+    page = report.save(summary, out or Path(f"{safe_name(study)}.html"))
     keep(summary, save)
     if as_json:
         print_json({"page": str(page), **summary})
@@ -58,12 +60,12 @@ def _reproduction(
     found = papers.collect(study, records)
     if not found["tables"]:
         raise ThinwireError(f"no record of the study '{study}' belongs to a table that thinwire knows")
-    name = study.replace("/", "-")
+    name = safe_name(study)
     page = papers.save([found], out or Path(f"{name}.html"), records)
     if save:
         from thinwire.bench import machine
 
-        typer.echo(f"saved {machine.save(found, save, name)}", err=True)
+        say(f"saved {machine.save(found, save, name)}", err=True)
     if as_json:
         print_json({"page": str(page), **found})
         return
@@ -72,7 +74,7 @@ def _reproduction(
 
 
 def _tell(page: Path) -> None:
-    typer.echo(f"the page is {page} ({page.stat().st_size / 1e6:.1f} MB, needs no network)")
+    say(f"the page is {page} ({page.stat().st_size / 1e6:.1f} MB, needs no network)")
 
 
 def keep(summary: dict[str, Any], folder: Path | None) -> None:
@@ -94,18 +96,18 @@ def keep(summary: dict[str, Any], folder: Path | None) -> None:
         "rows": rows,
     }
     path = machine.save(machine.record(found), folder, f"{summary['study']}-cpu")
-    typer.echo(f"saved {path}", err=True)
+    say(f"saved {path}", err=True)
 
 
 def print_summary(summary: dict[str, Any]) -> None:
     """The headline and the table of the page."""
     from thinwire import report
 
-    typer.secho(summary["headline"], bold=True)
+    say(summary["headline"], bold=True)
     right = tuple(range(1, len(report.HEADER)))
     for number, setting in enumerate(summary["settings"]):
-        typer.echo(f"\n{report.title(setting)}")
+        say(f"\n{report.title(setting)}")
         print_table("", report.HEADER, report.rows(summary, number), right=right)
         for note in setting["notes"]:
-            typer.secho(note, fg="yellow")
-    typer.echo(report.NOTE)
+            say(note, fg="yellow")
+    say(report.NOTE)

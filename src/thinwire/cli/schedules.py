@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, print_json, print_table, say
 
 
 def list_schedules(
@@ -42,7 +42,7 @@ def list_schedules(
             each["example"],
             "-" if each["sent_nbytes"] is None else f"{each['sent_nbytes'] / 1e6:.1f}",
             each["exchanges"] or "-",
-            "the network" if each["network_adds"] else "ranks",
+            "network" if each["network_adds"] else "ranks",
         )
         for each in found
     ]
@@ -63,4 +63,4 @@ def print_explanation(
     if as_json:
         print_json(asdict(found))
     else:
-        typer.echo(str(found))
+        say(str(found))

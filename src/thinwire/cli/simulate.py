@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, Save, checked, print_json, print_table, say
 from thinwire.cli.progress import STORE, Fresh, StorePath, train
 from thinwire.errors import InputError
+from thinwire.files import check_file
 
 if TYPE_CHECKING:
     from thinwire.study import Record, Trial
@@ -34,8 +35,11 @@ def simulate(  # noqa: PLR0913
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     jobs: Annotated[int, typer.Option(help="Runs at the same time.", min=1)] = 1,
     store: StorePath = STORE,
-    save: Annotated[Path | None, typer.Option(help="Write the result as JSON into this folder.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write a page with tables and figures.")] = None,
+    save: Save = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with tables and figures.", callback=checked(check_file)),
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")] = None,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -61,13 +65,15 @@ def simulate(  # noqa: PLR0913
         raise InputError(f"no table of {name} has '{given}' in its title; there are: {known}")
     trials = _trials(paper, tables, arms, seeds, seed)
     records = _records(tables, trials, store, device, jobs, fresh)
-    used = sorted({str(each.environment["device"]) for each in records})  # some may be kept from before
+    used = sorted(
+        {str(each.environment.get("device", "unknown")) for each in records}
+    )  # some may be kept from before
     found = judge.result(paper, tables, records, " and ".join(used))
     found["commit"] = commit or found["commit"]
     try:
         _write(found, records, save, page)
-    except OSError as error:
-        raise InputError(f"cannot write: {error}; the runs are kept in {store}") from None
+    except InputError as error:
+        raise InputError(f"{error}; the runs are kept in {store}") from None
     if as_json:
         print_json(found)
     else:
@@ -78,11 +84,11 @@ def _write(found: dict[str, Any], records: "list[Record]", save: Path | None, pa
     if save:
         from thinwire.bench import machine
 
-        typer.echo(f"saved {machine.save(found, save, 'simulate-' + found['paper'])}", err=True)
+        say(f"saved {machine.save(found, save, 'simulate-' + found['paper'])}", err=True)
     if page:
         from thinwire.report import papers as report
 
-        typer.echo(f"the page is {report.save([found], page, records)}", err=True)
+        say(f"the page is {report.save([found], page, records)}", err=True)
 
 
 def _records(
@@ -122,10 +128,10 @@ def _trials(
 def print_result(found: dict[str, Any]) -> None:
     from thinwire.study.papers import judge
 
-    typer.echo(f"{found['question']}\n{found['source']}")
+    say(f"{found['question']}\n{found['source']}")
     quick = list(found["notes"]) == [judge.TRIED]
     if quick:
-        typer.echo(judge.TRIED)
+        say(judge.TRIED)
     for part in found["tables"]:
         count = len(part["seeds"])
         sure = f"{100 * part['setting']['confidence']:g} %"
@@ -137,9 +143,9 @@ def print_result(found: dict[str, Any]) -> None:
         if said := judge.claims(found, part["title"]):
             print_table("claims about it", judge.CLAIMS, said)
     for line in judge.LEGEND:
-        typer.echo(line)
+        say(line)
     for note in () if quick else found["notes"]:
-        typer.echo(f"- {note}")
+        say(f"- {note}")
 
 
 def _list(as_json: bool) -> None:
@@ -158,7 +164,7 @@ def _list(as_json: bool) -> None:
         print_json([dict(zip(("name", "question", "source", "runs"), row, strict=True)) for row in rows])
         return
     print_table("reproductions", ("name", "question", "source", "runs"), rows, right=(3,))
-    typer.echo(
+    say(
         "thinwire simulate NAME --quick takes less than a minute; without --quick so many runs are made: "
         "hours on a CPU"
     )

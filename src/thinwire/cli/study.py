@@ -1,11 +1,10 @@
 """The verbs of `thinwire study`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table
+from thinwire.cli.output import Json, Save, print_json, print_table, say
 from thinwire.cli.progress import STORE, Device, Fresh, StorePath, train
 
 app = typer.Typer(help="Questions that only training answers.", no_args_is_help=True)
@@ -19,7 +18,7 @@ def study_convergence(
     seeds: Annotated[int, typer.Option(help="Runs of every codec.", min=2)] = 5,
     codecs: Codecs = None,
     store: StorePath = STORE,
-    save: Annotated[Path | None, typer.Option(help="Write the result as JSON into this folder.")] = None,
+    save: Save = None,
     commit: Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")] = None,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -28,8 +27,11 @@ def study_convergence(
     from thinwire import data as sets
     from thinwire.cli.data import fetch_bar
     from thinwire.study import convergence
+    from thinwire.study.run import check
 
     trials = convergence.trials(data, seeds, codecs or (*convergence.CODECS, *convergence.WITHOUT_FEEDBACK))
+    for trial in trials:
+        check(trial)
     with fetch_bar(data) as fetching:
         sets.fetch(data, fetching)
     records = train(trials, store, fresh=fresh)
@@ -38,13 +40,13 @@ def study_convergence(
     if save:
         from thinwire.bench import machine
 
-        typer.echo(f"saved {machine.save(found, save, 'convergence-cpu')}", err=True)
+        say(f"saved {machine.save(found, save, 'convergence-cpu')}", err=True)
     if as_json:
         print_json(found)
         return
     right = tuple(range(1, len(convergence.HEADER)))
     print_table(convergence.title(found), convergence.HEADER, convergence.table(found), right=right)
-    typer.echo(convergence.NOTE)
+    say(convergence.NOTE)
 
 
 @app.command("run")
@@ -71,9 +73,11 @@ def study_run(  # noqa: PLR0913
     from thinwire.cli.data import fetch_bar
     from thinwire.cli.report import print_summary
     from thinwire.study import Trial, demo
+    from thinwire.study.run import check
 
     demo.check(device)
     trial = Trial("run", data, network, codec, seed, hosts, link, steps, batch, lr, device=device)
+    check(trial)
     with fetch_bar(data) as fetching:
         sets.fetch(data, fetching)
     records = train([trial], store, fresh=fresh)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json
+from thinwire.cli.output import Json, plain, print_json, screen
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -22,12 +22,11 @@ def watch(
     as_json: Json = False,
 ) -> None:
     """Show a launched job while it runs: steps, bytes, where the time goes. Ends when the job does."""
-    from rich.console import Console
     from rich.live import Live
 
     from thinwire.integrations import status
 
-    path, console = status.find(job), Console()
+    path, console = status.find(job), screen()
     if as_json or once or not console.is_terminal:
         found = _read(path)
         if as_json:
@@ -63,18 +62,19 @@ def panel(found: dict[str, Any], now: float) -> "Panel":
     from rich.text import Text
 
     colour = COLOURS.get(found["state"], "red")
-    lines: list[Any] = [Text(_heading(found, now), style=colour)]
-    for model in found["models"]:
+    lines: list[Any] = [Text(plain(_heading(found, now)), style=colour)]
+    for model in found.get("models") or ():
         table = Table(box=box.SIMPLE, show_header=False, pad_edge=False, expand=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
         for name, value in rows(model):
-            table.add_row(name, value)
+            table.add_row(name, Text(plain(value)))
         lines.append(table)
-    if not found["models"]:
+    if not found.get("models"):
         over = found["state"] not in ("starting", "running")
         lines.append(Text("nothing was attached" if over else "no model is attached yet"))
-    title = f"{found['job']}: {found['script']}, {found['codec']}"
+    said = ", ".join(str(found[key]) for key in ("script", "codec") if found.get(key))
+    title = Text(plain(f"{found['job']}: {said}".replace("\n", " ")))
     return Panel(Group(*lines), title=title, border_style=colour, expand=False)
 
 
@@ -100,7 +100,7 @@ def _heading(found: dict[str, Any], now: float) -> str:
 def rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     """What is known of a model, line by line."""
     steps, sent = model.get("steps") or 0, model.get("sent_nbytes") or 0
-    found = [("policy", str(model.get("policy"))), ("steps", f"{steps:,}")]
+    found = [("policy", str(model.get("label") or model.get("policy"))), ("steps", f"{steps:,}")]
     if model.get("step_s"):
         found.append(("step time", f"{1e3 * model['step_s']:,.1f} ms"))
     if steps:

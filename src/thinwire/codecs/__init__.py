@@ -11,8 +11,9 @@
 """
 
 import functools
+from typing import TypeAlias
 
-from thinwire.codecs import accuracy, describe, elias, footprint, picture
+from thinwire.codecs import accuracy, describe, elias, footprint, own, picture
 from thinwire.codecs.base import Codec, Section
 from thinwire.codecs.block import Block
 from thinwire.codecs.cast import Cast
@@ -22,6 +23,7 @@ from thinwire.codecs.onebit import OneBit, OneBitColumn
 from thinwire.codecs.sparse import MSTopK, RandomK, Threshold, TopK
 from thinwire.codecs.spec import parse
 from thinwire.errors import UnknownCodecError
+from thinwire.formats import Format
 
 __all__ = [
     "CODECS",
@@ -46,30 +48,74 @@ __all__ = [
 ]
 
 
+#: What may be given as a codec: a spec, a codec, or a format, which means a codec with one scale.
+AnySpec: TypeAlias = str | Codec | Format
+
+
 @functools.cache
 def _parsed(spec: str) -> Codec:
     return parse(spec)
 
 
-def get(spec: str | Codec) -> Codec:
-    """The codec of a spec. A codec is returned as it is.
+def get(spec: AnySpec) -> Codec:
+    """The codec of a spec. A codec is returned as it is; a format means one scale for the whole vector.
 
     >>> get("qsgd4/512").unbiased, get("topk/0.01+ef").feedback
     (True, 'float32')
+    >>> from thinwire.formats import Table
+    >>> get(Table((-1.0, -0.2, 0.0, 0.2, 1.0), label="mine")).spec
+    'mine#26b81325'
+
+    Codecs and formats of your own are found by that spec from then on, in this process.
     """
+    if isinstance(spec, Format):
+        spec = Block(spec)
     if isinstance(spec, Codec):
+        _know(spec)
         return spec
     if not isinstance(spec, str):
         raise UnknownCodecError(
-            f"a codec is asked for by a spec such as 'int8/256', not by {type(spec).__name__}"
+            f"a codec is asked for by a spec such as 'int8/256', not by {type(spec).__name__}; a Codec or a "
+            "Format will do, too"
         )
     return _parsed(spec.strip())
 
 
+def spell(codec: AnySpec) -> str:
+    """The spec of whatever is given as a codec; a string stays as it is."""
+    return codec if isinstance(codec, str) else get(codec).spec
+
+
+def carry(spec: str) -> str | Codec:
+    """What a pickle must hold of a spec: the codec itself, where only this process knows its name.
+
+    >>> carry("int8/256")
+    'int8/256'
+    """
+    return get(spec) if "#" in spec or spec.partition("+")[0] in own.CODECS else spec
+
+
+def _know(codec: Codec) -> None:
+    """Let the codec be found by its spec; refuse one that goes by another's name."""
+    if codec.__dict__.get("_is_known") or own.CODECS.get(codec.name) == codec.with_feedback(""):
+        return
+    try:
+        found = parse(codec.name)
+    except UnknownCodecError:
+        found = None
+    if found is None or found.name in own.CODECS:
+        own.remember(codec)
+        _parsed.cache_clear()
+    elif found != codec.with_feedback(""):
+        raise own.taken(codec, found)
+    codec.__dict__["_is_known"] = True
+
+
 #: One of each kind, with the specs that the literature uses: what listings, tests and benchmarks go over.
+#: A codec that no grammar makes is listed as it is, and found by its name.
 CODECS: dict[str, Codec] = {
-    spec: get(spec)
-    for spec in (
+    each.spec: each
+    for each in map(get, (
         "fp32", "fp16", "bf16",
         "int8", "int8/256", "int4/128", "int4/128~sr", "int2/64~sr", "int8/256~bf16", "int8/256~pow2",
         "int8/256~p99.9",
@@ -83,5 +129,5 @@ CODECS: dict[str, Codec] = {
         "topk/0.01+ef", "topk/0.01~fp16+ef", "topk/0.01~int8/256+ef", "mstopk/0.01+ef",
         "randomk/0.01~unbiased",
         "threshold/0.001~cap0.1+ef", "dct/64:8+ef",
-    )
+    ))
 }  # fmt: skip

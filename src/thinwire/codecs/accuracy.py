@@ -1,10 +1,11 @@
-"""What codecs lose: the squared error of a vector after encode and decode, relative to the vector's own.
+"""What codecs lose: the error of a vector after encode and decode, as a share of the vector's norm.
 
 The distributions are those of the reference table for QSGD: Gaussian, Laplace, and Student-t with three
 degrees of freedom, whose heavy tails punish long blocks.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,23 +36,36 @@ def sample(name: str, numel: int, seed: int = 0) -> Tensor:
     raise InputError(f"no distribution is called '{name}'; use one of: {', '.join(DISTRIBUTIONS)}")
 
 
+def error(codec: Codec, x: Tensor, seed: int = 0) -> float:
+    """The relative error ||x - y|| / ||x||, where y = decode(encode(x))."""
+    return math.sqrt(distortion(codec, x, seed))
+
+
 def distortion(codec: Codec, x: Tensor, seed: int = 0) -> float:
-    """|decode(encode(x)) - x|**2 / |x|**2."""
+    """The square of `error`, which bounds in papers are about."""
     rng = Stream(seed) if codec.needs_rng else None
     decoded = codec.decode(codec.encode(x, rng), x.shape[-1])
-    error = (decoded.double() - x.double()).square().sum()
-    return float(error / x.double().square().sum())
+    lost, whole = (decoded.double() - x.double()).square().sum(), x.double().square().sum()
+    return float(lost / whole) if whole else (math.inf if lost else 0.0)
 
 
-def error_table(chosen: Iterable[Codec], data: dict[str, Tensor], seed: int = 0) -> list[dict[str, Any]]:
-    """A row for every codec and data set."""
-    return [
-        {
-            "spec": codec.spec,
-            "data": name,
-            "bits_per_element": codec.bits_per_element(x.shape[-1]),
-            "distortion": distortion(codec, x, seed),
-        }
-        for codec in chosen
-        for name, x in data.items()
-    ]
+def error_table(
+    chosen: Iterable[Codec],
+    data: dict[str, Tensor],
+    seed: int = 0,
+    progress: Callable[[str], object] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """A row for every codec and data set; `progress` is called with each codec's spec before it is used."""
+    rows = []
+    for codec in chosen:
+        progress(codec.spec)
+        rows += [
+            {
+                "spec": codec.spec,
+                "data": name,
+                "bits_per_element": codec.bits_per_element(x.shape[-1]),
+                "error": error(codec, x, seed),
+            }
+            for name, x in data.items()
+        ]
+    return rows

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire import buffers
 from thinwire.codecs.described import RESIDUALS, Section, section
-from thinwire.codecs.segmented import Run, Segmented, rows_of
+from thinwire.codecs.segmented import Run, Segmented, rows_of, write_tags
 from thinwire.errors import CodecError, InputError, WireError
 from thinwire.rounding import Stream
 
@@ -75,7 +75,7 @@ class Codec(Segmented):
         if held is not None and residual is not None and held.data_ptr() != residual.data_ptr():
             held.copy_(residual.reshape(held.shape))
         agreed = None if shared is None else shared.reshape(rows.shape[0], -1)
-        self._encode(rows, wire, rng, held, agreed)
+        self._wires(rows, wire, rng, held, agreed)
         if held is not None and residual is not None:
             buffers.deliver(held, residual)
         return buffers.deliver(wire, target)
@@ -198,11 +198,6 @@ class Codec(Segmented):
                     f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
                     "Do all ranks use the same codec and size?"
                 )
-
-
-def write_tags(wire: Tensor, tag: int) -> None:
-    """The last four bytes of every row."""
-    wire.view(torch.int32)[:, -1] = tag
 
 
 def check_vector(x: Any) -> None:

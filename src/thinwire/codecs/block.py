@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from thinwire import kernels, scaling
 from thinwire.codecs.base import Codec, Section, check_vector, section
 from thinwire.codecs.blocked import Blocked
+from thinwire.codecs.names import block_spec
 from thinwire.errors import CodecError, InputError
 from thinwire.formats import Float, Format, Posit
 from thinwire.formats import get as get_format
@@ -86,13 +87,12 @@ class Block(Blocked):
         assert isinstance(format, Format)
         return replace(format, saturate=True) if isinstance(format, Float) else format
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         if self.label:
             return self.label
-        from thinwire.codecs.spec import block_spec
-
-        return block_spec(self)
+        assert isinstance(self.format, Format)
+        return block_spec(self.format, self.block, self.rounding, self.scaling)
 
     @property
     def nonfinite(self) -> str:
@@ -141,6 +141,10 @@ class Block(Blocked):
     @property
     def holds_sums(self) -> bool:
         return self.scaling.margin == "world" and self.scaling.choose != "fixed"
+
+    @property
+    def has_fixed_scale(self) -> bool:
+        return self.scaling.choose == "fixed"
 
     def agreed_before(self, offset: int) -> int:
         return offset // self.block if self.block else 0

@@ -36,6 +36,10 @@ class Blocked(Codec):
     def _plan(self, numel: int) -> WirePlan:
         return self.plan(numel)
 
+    @property
+    def _writes_tags(self) -> bool:
+        return True
+
     def _encode(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
     ) -> None:

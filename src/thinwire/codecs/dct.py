@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from thinwire.codecs.base import Codec, Section, section, write_tags
+from thinwire.codecs.base import Codec, Section, section
 from thinwire.codecs.sparse import FP32, index_bits, inner, suffix
 from thinwire.errors import CodecError, WireError
+from thinwire.formats import Format
 from thinwire.kernels import block_reference, select
 from thinwire.kernels.params import packed_nbytes
 from thinwire.kernels.reference import INFINITY
@@ -54,7 +55,7 @@ class DctTopK(Codec):
 
     chunk: int = 64
     k: int = 8
-    values: Codec | str = FP32
+    values: Codec | Format | str = FP32
     shape: tuple[int, int] | None = None  #: of the matrix; None: a vector
 
     def _check(self) -> None:
@@ -89,6 +90,10 @@ class DctTopK(Codec):
     @property
     def needs_rng(self) -> bool:
         return self._values.needs_rng
+
+    @property
+    def has_fixed_scale(self) -> bool:
+        return self._values.has_fixed_scale
 
     def for_shape(self, shape: Sequence[int]) -> "DctTopK":
         """For a matrix; a convolution is one of its first dimension by all others."""
@@ -166,7 +171,6 @@ class DctTopK(Codec):
             wire[:, : indices.nbytes] = block_reference.pack(places, index_bits(self._size))
         inside = self._values.encode(kept, rng if self._values.needs_rng else None)
         wire[:, indices.nbytes : indices.nbytes + values.nbytes] = inside
-        write_tags(wire, self.tag(numel))
         if residual is not None:
             self._decode(wire, residual, -1.0, add=True)
 

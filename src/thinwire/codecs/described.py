@@ -153,6 +153,11 @@ class Described(abc.ABC):
         """Whether an agreed scale has room for the sum over all ranks, not only for what each of them has."""
         return False
 
+    @property
+    def has_fixed_scale(self) -> bool:
+        """Whether numbers beyond some size are cut off, whatever else there is to send."""
+        return False
+
     def agreed_before(self, offset: int) -> int:
         """How many of a vector's agreed integers are of blocks that end before an offset."""
         del offset
@@ -179,7 +184,7 @@ class Described(abc.ABC):
             found.append(self.summary(values, world))
         return torch.cat(found)
 
-    # What a codec writes: rows [rows, n] and wires [rows, nbytes], checked, contiguous, not empty
+    # What a codec writes: rows [rows, n] and wires [rows, nbytes], checked, contiguous, not empty, with tags
 
     @abc.abstractmethod
     def _encode(

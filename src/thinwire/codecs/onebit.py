@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire import kernels
-from thinwire.codecs.base import Codec, Section, section, write_tags
+from thinwire.codecs.base import Codec, Section, section
 from thinwire.errors import CodecError
 from thinwire.kernels import block_reference, onebit_reference
 from thinwire.kernels.params import Draw, Segments, SignPlan, packed_nbytes
@@ -82,6 +82,10 @@ class OneBit(Codec):
 
     def _plan(self, numel: int) -> SignPlan:
         return self.plan(numel)
+
+    @property
+    def _writes_tags(self) -> bool:
+        return True
 
     def _encode(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
@@ -220,7 +224,6 @@ class OneBitColumn(Codec):
         packed = (spread << torch.arange(32, device=u.device).view(-1, 1)).sum(-2).to(torch.int32)
         parts = [each.contiguous().view(count, -1).view(torch.uint8) for each in (packed, low, high)]
         wire[:, :-4] = torch.cat(parts, 1)
-        write_tags(wire, self.tag(numel))
         if residual is not None:
             residual.copy_(u)
             self._decode(wire, residual, -1.0, add=True)

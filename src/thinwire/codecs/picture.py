@@ -1,10 +1,12 @@
 """What codecs cost against what they lose, as a picture."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import InputError, MissingDependencyError
+from thinwire.errors import MissingDependencyError
+from thinwire.files import check_picture, writing
 
 #: Families by the start of a spec, for colours; the first that fits.
 FAMILIES = {
@@ -17,12 +19,32 @@ FAMILIES = {
     "Dettmers": ("tree8", "linear8", "static8", "mantissa8"),
     "blocks": ("",),
 }
+GREY = "0.72"
+#: Where a name may stand, in points from its dot: beside it, a little above, a little below.
+PLACES = tuple((side * 5, up * 7 - 2) for up in (0, 1, -1) for side in (1, -1))
+#: Those that were asked for may stand further away.
+FURTHER = tuple((side * 12, up * 9) for up in (2, -2, 3, -3, 4, -4) for side in (1, -1))
+DOT = 5.0  #: pixels that a name keeps away from dots
+
+Row = dict[str, Any]
 
 
-def plot(table: list[dict[str, Any]], path: Path) -> None:
-    """Bits per element against distortion, for the first data set in a table of `accuracy.error_table`."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"cannot draw into '{path.name}'; use a .png, .svg or .pdf file")
+def plot(table: Sequence[Row], path: Path, others: Sequence[Row] = ()) -> None:
+    """Bits per element against error, for the first data set in a table of `accuracy.error_table`.
+
+    `others` are rows of codecs that were not asked for; they are drawn in grey, to compare with.
+    """
+    check_picture(path)
+    figure = draw(table, others)
+    from matplotlib import pyplot
+
+    with writing(path):
+        figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw(table: Sequence[Row], others: Sequence[Row] = ()) -> Any:
+    """The figure of `plot`."""
     try:
         import matplotlib
     except ImportError:
@@ -31,32 +53,67 @@ def plot(table: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     data = table[0]["data"]
-    rows = [row for row in table if row["data"] == data and row["distortion"] > 0]
-    figure, axes = pyplot.subplots(figsize=(10, 6.5))
-    for family in FAMILIES:
-        chosen = [row for row in rows if _family(row["spec"]) == family]
-        bits = [row["bits_per_element"] for row in chosen]
-        axes.scatter(bits, [row["distortion"] for row in chosen], s=36, label=family)
-    named: list[tuple[float, float]] = []
-    for row in sorted(rows, key=lambda row: row["distortion"]):
-        place = (row["bits_per_element"], row["distortion"])
-        if not any(_is_near(place, other) for other in named):  # a name on top of another helps nobody
-            axes.annotate(row["spec"], place, fontsize=7, xytext=(5, -2), textcoords="offset points")
-            named.append(place)
+    asked = {row["spec"] for row in table}
+    rows = [row for row in table if row["data"] == data]
+    shown = [row for row in rows if _has_place(row)]
+    grey = [row for row in others if row["spec"] not in asked and _has_place(row)]
+    figure, axes = pyplot.subplots(figsize=(10, 6.5), layout="constrained")
+    if grey:
+        axes.scatter(*_places(grey), s=22, color=GREY, label="others", zorder=1)
+    for number, family in enumerate(FAMILIES):
+        chosen = [row for row in shown if _family(row["spec"]) == family]
+        if chosen:
+            axes.scatter(*_places(chosen), s=36, color=f"C{number}", label=family, zorder=2)
     axes.set(xscale="log", yscale="log", xlabel="bits per element, scales and tag included")
     ticks = [0.25, 0.5, 1, 2, 4, 8, 16]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_ylabel(f"squared error / squared norm, {data}, without feedback")
+    axes.set_ylabel("relative error: ‖x - y‖ / ‖x‖, without feedback")
+    axes.set_title(_title(data, [row["spec"] for row in rows if row not in shown]), loc="left", fontsize=10)
     axes.grid(alpha=0.3)
+    axes.margins(x=0.12, y=0.08)
     axes.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    _name(figure, axes, shown, grey)
+    return figure
 
 
-def _is_near(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    sideways, upwards = (abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
-    return sideways < 0.5 and upwards < 0.6
+def _has_place(row: Row) -> bool:
+    return 0 < row["error"] < math.inf
+
+
+def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    return [row["bits_per_element"] for row in rows], [row["error"] for row in rows]
+
+
+def _title(data: str, absent: Sequence[str]) -> str:
+    """The data, and codecs that a logarithmic axis has no place for."""
+    return data + (f"; without loss, and so not drawn: {', '.join(absent)}" if absent else "")
+
+
+def _name(figure: Any, axes: Any, shown: Sequence[Row], grey: Sequence[Row]) -> None:
+    """Write names beside dots, those that were asked for first; one without room is left out."""
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()
+    inside = axes.get_window_extent(renderer)
+    taken = [axes.get_legend().get_window_extent(renderer)]
+    dots = [axes.transData.transform(place) for place in zip(*_places([*shown, *grey]), strict=True)]
+    asked, others = {"fontsize": 8}, {"fontsize": 6.5, "color": "0.55"}
+    for rows, places, style in ((shown, PLACES + FURTHER, asked), (grey, PLACES, others)):
+        for row in sorted(rows, key=lambda row: row["error"]):
+            dot = (row["bits_per_element"], row["error"])
+            for place in places:
+                note = axes.annotate(
+                    row["spec"], dot, xytext=place, textcoords="offset points",
+                    ha="left" if place[0] > 0 else "right", **style,
+                )  # fmt: skip
+                box = note.get_window_extent(renderer)
+                near = box.padded(DOT)
+                free = not any(box.overlaps(each) for each in taken) and not any(
+                    near.contains(*each) for each in dots
+                )
+                if free and inside.x0 < box.x0 and box.x1 < inside.x1:
+                    taken.append(box)
+                    break
+                note.remove()
 
 
 def _family(spec: str) -> str:

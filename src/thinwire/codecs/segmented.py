@@ -23,6 +23,22 @@ Run: TypeAlias = Callable[[Draw | None], None]  #: a call that is ready, but for
 class Segmented(Described):
     """The calls on segments, by way of rows."""
 
+    def _wires(
+        self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
+    ) -> None:
+        """A wire for every row: its tag, which no codec has to think of, and before it what `_encode` writes.
+
+        The tag comes first, as a codec with feedback may decode what it has just written.
+        """
+        if self.tagged and not self._writes_tags:
+            write_tags(wire, self.tag(x.shape[1]))
+        self._encode(x, wire, rng, residual, shared)
+
+    @property
+    def _writes_tags(self) -> bool:
+        """Whether the kernels behind `_encode` write tags, too, which saves a call."""
+        return False
+
     def plan(self, numel: int) -> WirePlan | SignPlan:
         """Where things lie in the wire of so many elements; for most codecs only its length and its tag."""
         return WirePlan(numel, self.nbytes(numel), 0, 0, self.tag(numel) if self.tagged else 0)
@@ -68,7 +84,7 @@ class Segmented(Described):
                 rng = Stream(draw.seed, draw.step, run.tensor, draw.rank)
             places = [wire[at : at + run.plan.nbytes] for at in run.wires]
             made = places[0].view(1, -1) if rows == 1 else wire.new_empty((rows, run.plan.nbytes))
-            self._encode(values, made, rng, held, agreed)
+            self._wires(values, made, rng, held, agreed)
             if rows > 1:
                 torch._foreach_copy_(places, list(made))
         if residual is not None:
@@ -161,6 +177,11 @@ class Segmented(Described):
                     f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
                     "Do all ranks use the same codec and size?"
                 )
+
+
+def write_tags(wire: Tensor, tag: int) -> None:
+    """The last four bytes of every row."""
+    wire.view(torch.int32)[:, -1] = tag
 
 
 @dataclass(frozen=True)

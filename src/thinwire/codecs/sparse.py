@@ -34,9 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Section, section, write_tags
+from thinwire.codecs.base import Codec, Section, section
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.names import spell
 from thinwire.errors import CodecError, WireError
+from thinwire.formats import Format
 from thinwire.kernels import reference, select
 from thinwire.kernels.params import packed_nbytes
 from thinwire.kernels.select import IndexPlan, Places, put
@@ -46,12 +48,12 @@ FP32 = Cast("fp32")
 ROUNDS = 30  # of bisection, unless told otherwise
 
 
-def inner(values: Codec | str) -> Codec:
-    """The codec of a sparse codec's values, from a spec if need be."""
-    if isinstance(values, str):
-        from thinwire.codecs.spec import parse
+def inner(values: Codec | Format | str) -> Codec:
+    """The codec of a sparse codec's values, from a spec or a format if need be."""
+    if not isinstance(values, Codec):
+        from thinwire import codecs
 
-        values = parse(values)
+        values = codecs.get(values)
     if values.feedback:
         raise CodecError(f"error feedback belongs to the whole codec, not to its values: {values.spec}")
     if values.agreement(1):
@@ -62,16 +64,6 @@ def inner(values: Codec | str) -> Codec:
 def suffix(values: Codec) -> str:
     """How values are named at the end of a spec: not at all if they are float32."""
     return "" if values == FP32 else f"~{values.name}"
-
-
-def spell(number: float) -> str:
-    """A number as specs have it: short, exact, and without the plus sign that starts the feedback.
-
-    >>> spell(0.01), spell(1.0), spell(1e20), spell(1 / 3)
-    ('0.01', '1', '1e20', '0.3333333333333333')
-    """
-    short = f"{number:g}"
-    return (short if float(short) == number else repr(number)).replace("e+", "e")
 
 
 @functools.lru_cache(4096)
@@ -93,7 +85,7 @@ def index_bits(numel: int) -> int:
 class _Sparse(Codec):
     """What all of them share: choose, write the places, hand the values on."""
 
-    values: Codec | str
+    values: Codec | Format | str
 
     def _check(self) -> None:
         object.__setattr__(self, "values", inner(self.values))
@@ -114,6 +106,10 @@ class _Sparse(Codec):
     @property
     def needs_rng(self) -> bool:
         return self._values.needs_rng
+
+    @property
+    def has_fixed_scale(self) -> bool:
+        return self._values.has_fixed_scale
 
     @abc.abstractmethod
     def _chosen(self, numel: int) -> int:
@@ -168,7 +164,6 @@ class _Sparse(Codec):
         inside = self._values.encode(self._sent(u, places), own)
         wire[:, self._parts(numel)["values"]] = inside
         self._write(wire, places, numel, rng)
-        write_tags(wire, self.tag(numel))
         if residual is not None:
             put(residual, places, u.gather(1, places.at) - self._arrived(inside, numel, 1.0), add=False)
 
@@ -224,7 +219,7 @@ class TopK(_Sparse):
     """
 
     fraction: float
-    values: Codec | str = FP32
+    values: Codec | Format | str = FP32
 
     def _check(self) -> None:
         check_fraction(self.fraction, "the fraction that is sent")
@@ -289,7 +284,7 @@ class Threshold(_Sparse):
 
     threshold: float
     capacity: float = 0.1  #: as a fraction of the vector
-    values: Codec | str = FP32
+    values: Codec | Format | str = FP32
 
     def _check(self) -> None:
         with np.errstate(over="ignore", under="ignore"):
@@ -327,7 +322,7 @@ class RandomK(_Sparse):
     """
 
     fraction: float
-    values: Codec | str = FP32
+    values: Codec | Format | str = FP32
     unbiased: bool = False
 
     def _check(self) -> None:

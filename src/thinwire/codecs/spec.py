@@ -5,48 +5,37 @@
     residual = "bf16" | "8bit"
 
 `name` is a family below or any number format; the argument is a block length, a fraction or a format, as
-the family has it. Without a block, one scale serves the whole vector.
+the family has it. A format's name alone, or with `/tensor`, has one scale for the whole vector, whatever the
+format: its largest magnitude becomes the format's largest number, or 1 for posits, which are finest there.
+Only `~offset` fixes the scale: `~offset0` is a scale of 1, so that numbers too small or too large are lost.
 
     int8/256             256 elements share a float32 scale
+    posit8_1             one scale for the whole vector; the same as posit8_1/tensor
+    posit8_1~offset0     numbers as they are, without a scale
     int4/128~sr          rounded at random
     e5m2/128~bf16        scales stored as bfloat16
     topk/0.01~fp16+ef    one element in a hundred, as float16, with error feedback
 """
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from thinwire.codecs import own
 from thinwire.codecs.base import RESIDUALS, Codec
 from thinwire.codecs.block import Block
 from thinwire.codecs.cast import DTYPES, Cast
 from thinwire.codecs.dct import DctTopK
 from thinwire.codecs.maxmin import MaxMin
+from thinwire.codecs.names import ALIASES, STORES, WHOLE, format_of, name_of, shortest
 from thinwire.codecs.onebit import OneBit, OneBitColumn
 from thinwire.codecs.sparse import MSTopK, RandomK, Threshold, TopK
-from thinwire.errors import CodecError, FormatError, UnknownCodecError
-from thinwire.formats import FORMATS, PATTERNS, Float, Format, Table, exponential
-from thinwire.formats import get as get_format
+from thinwire.errors import CodecError, FormatError, UnknownCodecError, unknown
+from thinwire.formats import FORMATS, Float, Table, exponential
 from thinwire.rounding import Rounding
 from thinwire.scaling import Scaling
 
-#: Short names for formats; a format's canonical spec uses the first that means it.
-ALIASES = {
-    "e4m3fn": "float8_e4m3fn",
-    "fp8": "float8_e4m3fn",
-    "e2m3fn": "float6_e2m3fn",
-    "e3m2fn": "float6_e3m2fn",
-    "e2m1fn": "float4_e2m1fn",
-    "fp4": "float4_e2m1fn",
-    "e5m2": "float8_e5m2",
-    "tree8": "dynamic_tree",
-    "linear8": "linear",
-    "static8": "static_tree",
-    "mantissa8": "mantissa",
-}
 ROUNDINGS = {"sr": Rounding.STOCHASTIC, **{mode.value: mode for mode in Rounding}}
-STORES = {"f32": "float32", "bf16": "bfloat16", "e8m0": "e8m0"}
 MX = {
     "mxfp8": "float8_e4m3fn",
     "mxfp8e5": "float8_e5m2",
@@ -79,9 +68,12 @@ class Parts:
         if self.options:
             raise self.refuse(f"{self.name} takes no '~{self.options[0]}'")
 
-    def block(self, default: int | None = None) -> int | None:
+    def block(self, default: int | None = None, *, whole: bool = False) -> int | None:
+        """How many elements share a scale; None: all of them, where a family can have that (`whole`)."""
         if not self.argument:
             return default
+        if whole and self.argument == WHOLE:
+            return None
         if not re.fullmatch(r"[1-9][0-9]*", self.argument):
             raise self.refuse(f"a block is a number of elements, not '{self.argument}'")
         return int(self.argument)
@@ -105,7 +97,7 @@ def parse(spec: str) -> Codec:
         raise UnknownCodecError(f"'{spec}': nothing follows the slash")
     parts = Parts(body, name, argument, tuple(options))
     try:
-        codec = _build(parts)
+        codec = own.CODECS.get(body) or _build(parts)
     except UnknownCodecError:
         raise
     except (CodecError, FormatError) as error:
@@ -128,13 +120,11 @@ def _build(parts: Parts) -> Codec:
 
 def _block(parts: Parts) -> Block:
     try:
-        format = get_format(ALIASES.get(parts.name, parts.name))
-    except FormatError:
-        raise _unknown(parts) from None
-    block = parts.block()
-    scaling = Scaling() if format.takes_scale or block else Scaling("fixed")
-    rounding, scaling = _options(parts, Rounding.NEAREST, scaling)
-    return Block(format, block, rounding, scaling)
+        format = format_of(parts.name)
+    except FormatError as error:
+        raise (parts.refuse(str(error)) if "#" in parts.name else _unknown(parts)) from None
+    rounding, scaling = _options(parts, Rounding.NEAREST, Scaling())
+    return Block(format, parts.block(whole=True), rounding, scaling)
 
 
 def _options(parts: Parts, rounding: Rounding, scaling: Scaling) -> tuple[Rounding, Scaling]:
@@ -163,36 +153,6 @@ OPTIONS = (
     "f32, bf16, e8m0 (its storage; e8m0 after pow2 or floor); shared (ranks agree on it); "
     "world, sqrt (room left for a sum over ranks)"
 )
-
-
-def block_spec(codec: Block) -> str:
-    """The canonical spec of a block codec that is no recipe."""
-    format = codec.format
-    assert isinstance(format, Format)
-    short = _short(format)
-    scaling, options = codec.scaling, ""
-    default = "absmax" if format.takes_scale or codec.block else "fixed"
-    if scaling.choose in ("percentile", "rms", "cells", "fixed"):
-        word = {"percentile": "p", "fixed": "offset"}.get(scaling.choose, scaling.choose)
-        if not (default == scaling.choose and scaling.value == 0):
-            options += f"~{word}{_shortest(scaling.value)}"
-    elif scaling.choose != default:
-        options += f"~{scaling.choose}"
-    if scaling.store != "float32":
-        options += "~" + next((s for s, name in STORES.items() if name == scaling.store), scaling.store)
-    options += "~shared" * scaling.shared
-    options += f"~{scaling.margin}" if scaling.margin else ""
-    if codec.rounding != Rounding.NEAREST:
-        options += "~sr" if codec.needs_rng else f"~{codec.rounding}"
-    return f"{short}{f'/{codec.block}' if codec.block else ''}{options}"
-
-
-def _short(format: Format) -> str:
-    return next((alias for alias, name in ALIASES.items() if FORMATS[name] == format), format.name)
-
-
-def _shortest(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(float(value))
 
 
 # Recipes on blocks
@@ -225,12 +185,12 @@ def _nvfp4(parts: Parts) -> Block:
 def _qsgd(parts: Parts, bits: int) -> Block:
     rounding, scaling = _options(parts, Rounding.STOCHASTIC, Scaling())
     default = {2: 128, 16: 8192}.get(bits, 512)  # of the paper's experiments
-    block = parts.block(None if scaling.shared else default)
+    block = parts.block(None if scaling.shared else default, whole=True)
     if rounding != Rounding.STOCHASTIC or scaling.choose not in ("absmax", "l2"):
         raise parts.refuse("QSGD rounds at random, by the largest magnitude (default) or ~l2")
     label = (
         f"qsgd{bits}"
-        + (f"/{block}" if block else "")
+        + (f"/{block or WHOLE}" if block or not scaling.shared else "")
         + "~l2" * (scaling.choose == "l2")
         + "~shared" * scaling.shared
     )
@@ -259,9 +219,9 @@ def _terngrad(parts: Parts) -> Block:
         raise parts.refuse(
             "TernGrad rounds at random; ~rms2.5 clips at 2.5 standard deviations, ~shared agrees"
         )
-    block = parts.block()
+    block = parts.block(whole=True)
     label = "terngrad" + (f"/{block}" if block else "")
-    label += f"~rms{_shortest(scaling.value)}" * (scaling.choose == "rms") + "~shared" * scaling.shared
+    label += f"~rms{shortest(scaling.value)}" * (scaling.choose == "rms") + "~shared" * scaling.shared
     return Block("int2", block, rounding, scaling, label=label)
 
 
@@ -275,11 +235,11 @@ def _cntk(parts: Parts, bits: int) -> Block:
 
 def _aps(parts: Parts) -> Block:
     parts.no_options()
-    found = get_format(ALIASES.get(parts.argument, parts.argument)) if parts.argument else None
+    found = format_of(parts.argument) if parts.argument else None
     if not isinstance(found, Float):
         raise parts.refuse("APS scales floats: write aps/e5m2, aps/e4m3, aps/e3m0, ...")
     scaling = Scaling("pow2", store="e8m0", shared=True, margin="world")
-    return Block(found, None, scaling=scaling, label=f"aps/{_short(found)}")
+    return Block(found, None, scaling=scaling, label=f"aps/{name_of(found)}")
 
 
 def _fp8lm(parts: Parts) -> Block:
@@ -327,7 +287,10 @@ def _values(parts: Parts, known: tuple[str, ...] = ()) -> tuple[Codec, list[str]
     """The codec of a sparse codec's values, and the options that are the family's own."""
     own = [option for option in parts.options if any(re.fullmatch(each, option) for each in known)]
     others = [option for option in parts.options if option not in own]
-    return (parse("~".join(others)) if others else Cast("fp32")), own
+    try:
+        return (parse("~".join(others)) if others else Cast("fp32")), own
+    except UnknownCodecError as error:
+        raise parts.refuse(str(error)) from None
 
 
 def _topk(parts: Parts) -> TopK:
@@ -388,12 +351,11 @@ WIDTHS: dict[str, Callable[[Parts, int], Codec]] = {
 
 
 def _unknown(parts: Parts) -> UnknownCodecError:
-    widths = [pattern.replace(r"(\d+)", "B") for pattern in WIDTHS]
-    names = [*FAMILIES, *widths, *ALIASES, *FORMATS]
-    near = difflib.get_close_matches(parts.name, names, n=4, cutoff=0.5)
-    hint = f"near names: {', '.join(near)}; " if near else ""
-    return parts.refuse(
-        f"no codec or format is called '{parts.name}'; {hint}families: {', '.join([*FAMILIES, *widths])}; "
-        f"formats: {', '.join(ALIASES)}, {', '.join(PATTERNS)} and all of `thinwire formats`. "
-        "`thinwire codecs` shows examples"
-    )
+    """The nearest name, with the rest of what was given."""
+    bits = "".join(re.findall(r"\d+", parts.name)) or "4"
+    widths = [pattern.replace(r"(\d+)", bits) for pattern in WIDTHS]
+    names = (*FAMILIES, *widths, *ALIASES, *FORMATS)
+    if parts.name == "float32":  # whose nearest name, float16, is not what was meant
+        names = ("fp32",)
+    rest = parts.text.removeprefix(parts.name)
+    return UnknownCodecError(unknown("codec", parts.name, names, "`thinwire codecs` lists all", rest))

@@ -7,6 +7,7 @@ from typing import TypeAlias, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.codecs.own import identity
 from thinwire.collectives.outside import outside_of_graphs
 from thinwire.errors import InputError, ThinwireError, is_refusal
 from thinwire.rounding import Stream
@@ -45,9 +46,10 @@ def all_reduce(
     here = line(group, check(tensors))
     known = arguments.reduction_of(tensors, codec, op, schedule, here, name)
     vectors = known.in_place(tensors)
-    work = here.replay(known.plan, vectors, tensors) if vectors is not None else None
+    stream = arguments.stream_for(known, rng, here)
+    work = here.replay(known.plan, vectors, tensors, stream) if vectors is not None else None
     if work is None:
-        return _go(known.job(tensors, arguments.stream_for(known, rng, here)), here, async_op)
+        return _go(known.job(tensors, stream), here, async_op)
     return work if async_op or not work.wait() else None
 
 
@@ -138,16 +140,14 @@ def all_to_all(  # noqa: PLR0913
     seat = arguments.plain_seat(here, codec, name, rng)
     outs, after = arguments.rooms(rooms, filled=False)
     dtype = str(parts[0].dtype).removeprefix("torch.")
-    call = Call(
-        "all_to_all", arguments.codec_of(seat.channel).spec, (), dtype, "", named(name).removeprefix(", ")
-    )
+    call = Call("all_to_all", identity(seat.codec), (), dtype, "", named(name).removeprefix(", "))
 
     def steps(own: Seat) -> Exchanges:
         return moves.all_to_all([vector(x) for x in parts], outs, own)
 
     job = _single(call, steps, seat, output, after)
     if here.world > 1:
-        job.agreement = moves.compare_sizes(parts, rooms, here.rank, here.world, here.talks_on)
+        job.agreement = moves.compare_sizes(parts, rooms, here.rank, here.ranks, here.talks_on)
     return _go(job, here, async_op)
 
 
@@ -248,7 +248,8 @@ def _message(
         here, codec, name, Stream(0, step=number, tensor=road) if rng is None else rng
     )
     outs, after = arguments.rooms([tensor], filled=True)
-    call = arguments.call_of("send", [tensor], seat.channel, "", road)
+    between = f"from rank {here.ranks[way[0]]} to rank {here.ranks[way[1]]}"
+    call = arguments.call_of("send", [tensor], seat.channel, "", between)
     steps = moves.send if sends else moves.recv
     job = _single(call, lambda own: steps(outs[0], own, peer), seat, tensor, None if sends else after)
     return here, job, way

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import schedules
-from thinwire.codecs import Codec
+from thinwire.codecs import AnySpec
 from thinwire.codecs import get as get_codec
 from thinwire.errors import ScheduleError
 from thinwire.runtimes.trace import Trace, trace
@@ -46,7 +46,7 @@ class Explanation:
 
 def explain(
     tensor: Tensor | int,
-    codec: str | Codec,
+    codec: AnySpec,
     world: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Explanation:

@@ -1,12 +1,11 @@
 """The catalogue: what each set is, which files it consists of, and who has them."""
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.data import convert
 from thinwire.data.sources import Bundled, Debian, Folder, Npm, Source, Web
-from thinwire.errors import DataError
+from thinwire.errors import DataError, unknown
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,5 @@ def get(name: str) -> DataSet:
     50000
     """
     if name not in SETS:
-        near = difflib.get_close_matches(name, SETS, n=2)
-        hint = f"near names: {', '.join(near)}" if near else f"there are {', '.join(SETS)}"
-        raise DataError(f"no data set is called {name!r}; {hint}")
+        raise DataError(unknown("data set", name, SETS, "`thinwire data` lists all"))
     return SETS[name]

@@ -217,9 +217,10 @@ def best(*names: str, progress: Progress | None = None, timeout_s: float = TIMEO
 def came_from(name: str) -> str | None:
     """The source a set in the cache came from, if that was recorded."""
     try:
-        return json.loads((where() / name / RECORD).read_text())["source"]
-    except (OSError, ValueError, KeyError):
+        found = json.loads((where() / name / RECORD).read_text())["source"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
+    return found if isinstance(found, str) else None
 
 
 def describe(name: str) -> dict[str, Any]:

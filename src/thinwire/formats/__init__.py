@@ -8,14 +8,13 @@ exponent and Y mantissa bits; `fixedI.F`, `intB`, `uniformB`, `uniformBs` and `p
     (240.0, 4096.0)
 """
 
-import difflib
 import functools
 import re
 from collections.abc import Callable
 
 import torch
 
-from thinwire.errors import UnknownFormatError
+from thinwire.errors import UnknownFormatError, unknown
 from thinwire.formats import accuracy, describe, picture
 from thinwire.formats.base import Format
 from thinwire.formats.dettmers import Dettmers
@@ -140,8 +139,4 @@ def get(name: str | Format | torch.dtype) -> Format:
     member = _member(name)
     if member is not None:
         return member
-    near = difflib.get_close_matches(name, FORMATS, n=5, cutoff=0.4)
-    hint = f"near names: {', '.join(near)}; " if near else ""
-    raise UnknownFormatError(
-        f"no format is called '{name}'; {hint}families: {', '.join(PATTERNS)}; `thinwire formats` lists all"
-    )
+    raise UnknownFormatError(unknown("format", name, FORMATS, "`thinwire formats` lists all"))

@@ -1,11 +1,13 @@
 """How much a format loses on given numbers.
 
 A format that takes a scale sees its input scaled so that the largest magnitude becomes the format's; the
-others see it as it is. Relative errors are averaged over the elements that are not zero.
+others see it as it is. The error is ||x - y|| / ||x||, as for codecs; `relative` is another measure, the mean
+of the elements' own relative errors, over those that are not zero.
 """
 
+import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,8 @@ def errors(
     seed: int = 0,
     scale: float | None = None,
 ) -> dict[str, float]:
-    """Mean relative, absolute and squared error, signal-to-noise ratio in dB, share that became zero.
+    """The relative error ||x - y|| / ||x||, and other measures: of the elements, means of relative, absolute
+    and squared errors; signal-to-noise ratio in dB; share that became zero.
 
     The format sees x / scale; without one, the scale that the format takes.
     """
@@ -96,6 +99,7 @@ def errors(
     nonzero = exact != 0
     power, noise = float(exact.square().mean()), float(error.square().mean())
     return {
+        "error": math.sqrt(noise / power) if power else (math.inf if noise else 0.0),
         "relative": float((error[nonzero] / exact[nonzero].abs()).mean()),
         "absolute": float(error.mean()),
         "squared": noise,
@@ -109,14 +113,20 @@ def error_table(
     samples: dict[str, Tensor],
     rounding: Rounding | str = Rounding.NEAREST,
     seed: int = 0,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """One row for each format and each set of numbers; unsigned formats have none where signs occur."""
+    """One row for each format and each set of numbers; unsigned formats have none where signs occur.
+
+    `progress` is called with each format's name before it is used.
+    """
     if rounding not in tuple(Rounding):
         raise FormatError(f"unknown rounding '{rounding}'; use one of: {', '.join(Rounding)}")
-    return [
-        {"format": format.name, "bits": format.bits, "data": name, **errors(format, x, rounding, seed)}
-        for format in chosen
-        if rounding in format.roundings
-        for name, x in samples.items()
-        if format.min < 0 or float(x.min()) >= 0
-    ]
+    rows = []
+    for format in (each for each in chosen if rounding in each.roundings):
+        progress(format.name)
+        rows += [
+            {"format": format.name, "bits": format.bits, "data": name, **errors(format, x, rounding, seed)}
+            for name, x in samples.items()
+            if format.min < 0 or float(x.min()) >= 0
+        ]
+    return rows

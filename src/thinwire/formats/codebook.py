@@ -100,7 +100,7 @@ def _midpoint_keys(book: Codebook, mode: int) -> Array:
     with np.errstate(over="ignore"):
         near = (total / 2).astype(np.float32)
     side = (2 * near.astype(np.float64) - total) - error  # of the float32 seen from the midpoint
-    ties_up = _ties_away(low, high) if mode == AWAY else book.ties_up
+    ties_up = _ties_away(low, high) & (total > 2 * low) if mode == AWAY else book.ties_up  # no value is a tie
     if ties_up is None:
         ties_up = _ties_even(book)
     at = _key_at(near.astype(np.float64))

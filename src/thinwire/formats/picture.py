@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinwire.errors import InputError, MissingDependencyError
+from thinwire.errors import MissingDependencyError
+from thinwire.files import check_picture, writing
 from thinwire.formats.base import Format
 
 SHADES = " ▁▂▃▄▅▆▇█"
@@ -33,11 +34,8 @@ def relative_error(format: Format, magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def plot(chosen: Sequence[Format], path: Path) -> None:
-    """Relative error against magnitude, above a number line for each format, into a PNG or SVG file."""
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise InputError(f"cannot plot into {path}; use a name that ends in .png or .svg")
-    if not path.resolve().parent.is_dir():
-        raise InputError(f"cannot plot into {path}; the folder {path.resolve().parent} does not exist")
+    """Relative error against magnitude, above a number line for each format, into a PNG, SVG or PDF file."""
+    check_picture(path)
     try:
         import matplotlib
     except ImportError:
@@ -65,7 +63,8 @@ def plot(chosen: Sequence[Format], path: Path) -> None:
     below.set_ylim(-len(chosen) + 0.4, 0.6)
     for side in ("top", "right", "left"):
         below.spines[side].set_visible(False)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    with writing(path):
+        figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 
 

@@ -5,7 +5,8 @@
     4 steps more    on a GPU: plain float32, sent when the backward pass is over, timed
     8 steps more    plain float32, looked at: what each candidate would lose of these gradients
     then            every candidate sends one step's buckets over this very link, twice; the second counts
-    6 steps each    the fastest predicted ones are tried, and the fastest measured one is kept
+    6 steps each    the fastest predicted ones are tried, and the fastest measured one is kept;
+                    on a GPU 9 steps, so that calls are recorded before they are timed
 
 The choice is a generator, as schedules are: it asks for measurements and is answered by whoever trains (see
 `pilot`). Every answer is a mean over ranks, so all ranks choose alike.
@@ -75,7 +76,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Try:
-    """Train so many steps by a recipe, after one that does not count. Answered by a `Profile`."""
+    """Train so many steps by a recipe, after some that do not count. Answered by a `Profile`."""
 
     recipe: str
     count: int = TRIAL
@@ -255,6 +256,37 @@ class Choice:
         fastest = min(self.tried.values())
         near = [name for name, step_s in self.tried.items() if step_s <= NEAR * fastest]
         return min(near, key=lambda name: self.rows_by_name[name].error)
+
+    def verdict(self) -> str:
+        """One line: what was chosen, compared with what, and why."""
+        if self.fp32_step_s is None:
+            return "auto -> fp32: there is one rank, which sends nothing"
+        fp32 = f"{self.fp32_step_s * 1e3:,.1f} ms"
+        if self.chosen == "fp32":
+            return f"auto -> fp32: a step takes {fp32}; {self._next_best()}"
+        row, measured = self.rows_by_name[self.chosen], self.tried[self.chosen]
+        faster = f"{self.fp32_step_s / measured:.2f}x faster"
+        lossy = [each for each in self.rows if not each.allowed and each.predicted_step_s < measured]
+        over = ", ".join(f"{each.codec} ({each.error:.2g})" for each in lossy)
+        budget = f"budget {self.budget:g}{f', exceeded by {over}' if over else ''}"
+        times = f"a step takes {self._times(row)} against {fp32} in fp32, {faster}"
+        return f"auto -> {self.chosen}: {times}; error {row.error:.2g}, {budget}"
+
+    def _next_best(self) -> str:
+        """Why it is none of the others."""
+        others = [row for row in self.rows if row.allowed and row.codec != "fp32"]
+        if not others:
+            return f"every other recipe loses more than the error budget of {self.budget:g}"
+        best = min(others, key=lambda row: self.tried.get(row.codec, row.predicted_step_s))
+        return f"the next best, {best.codec}, {self._times(best)}, is not faster by {1 - GAIN:.0%}"
+
+    def _times(self, row: Candidate) -> str:
+        predicted, measured = f"{row.predicted_step_s * 1e3:,.1f}", self.tried.get(row.codec)
+        return (
+            f"{predicted} ms predicted"
+            if measured is None
+            else f"{measured * 1e3:,.1f} ms ({predicted} predicted)"
+        )
 
     def explain(self) -> str:
         """The table that says why."""

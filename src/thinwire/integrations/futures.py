@@ -21,7 +21,7 @@ def gathered(
     device: torch.device,
     failed: Callable[[Exception], Exception] = lambda error: error,
 ) -> "Future[Tensor]":
-    """A future of what `finish` returns, which is called once all are done; `failed` words errors."""
+    """A future of what `finish` returns, which is called once all are done; `failed` words their errors."""
     whole: Future[Tensor] = Future(devices=_devices(device))
     left, door = [len(futures)], threading.Lock()
 
@@ -33,9 +33,13 @@ def gathered(
         try:
             for future in futures:
                 future.wait()  # raises what went wrong; on a GPU the current stream waits
-            whole.set_result(finish())
         except Exception as error:  # noqa: BLE001
             whole.set_exception(failed(error))  # type: ignore[arg-type]
+            return
+        try:
+            whole.set_result(finish())
+        except Exception as error:  # noqa: BLE001
+            whole.set_exception(error)  # type: ignore[arg-type]
 
     for future in futures:
         future.add_done_callback(count)

@@ -93,7 +93,12 @@ def own_options() -> ArgumentParser:
     parser = ArgumentParser(
         "thinwire launch", USAGE, __doc__.splitlines()[0], add_help=False, allow_abbrev=False
     )
-    parser.add_argument("--codec", default="int8", help="a recipe, a codec, a policy's .toml file, or auto")
+    parser.add_argument(
+        "--codec",
+        default="int8",
+        help=f"auto, a recipe ({', '.join(policy.RECIPES)}), a codec of `thinwire codecs`, "
+        "or a policy's .toml file; default: %(default)s",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of codecs that round at random")
     parser.add_argument(
         "--shadow", type=int, default=0, metavar="N", help="compare with float32 every N steps; 0 is never"

@@ -5,9 +5,11 @@
 `DistributedDataParallel` itself stays what it is: only two of its methods are wrapped, so that `isinstance`,
 subclasses and `from torch.nn.parallel import DistributedDataParallel as DDP` work as always. A model is given
 to `thinwire.attach` when it has been made. If the script then registers a hook of its own, or calls
-`thinwire.attach` itself, that one is used from then on, and a line says so.
+`thinwire.attach` itself, that one is used from then on, and a line says so. What it does that is out of reach
+(processes of its own, FSDP) is said at once.
 """
 
+import atexit
 import functools
 import os
 import runpy
@@ -21,6 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.integrations.ddp import Slot, attach
@@ -34,6 +39,11 @@ NOT_MADE = "the script made no DistributedDataParallel model in this process"
 ALONE = "there is one process only, which sends nothing; start more with --nproc-per-node"
 OWN_HOOK = "DDP registered a hook of its own, for mixed precision or for an optimizer in the backward pass"
 OTHERS = "the script uses a hook of its own"
+SPAWNED = "the script starts processes itself (torch.multiprocessing), which thinwire launch does not reach"
+FSDP = "the script uses FSDP, and thinwire launch compresses DistributedDataParallel models only"
+#: Tells torch to look for a store of torchrun's. Processes that a script starts itself have none there, and
+#: would wait for it for ever.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 HIDDEN = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -90,6 +100,47 @@ class Models:
 
         DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
         DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+        self._look_beyond()
+
+    def _look_beyond(self) -> None:
+        """From now on, see processes that the script starts, and models that it shards."""
+        spawning = sys.modules["torch.multiprocessing.spawn"]  # a function has the same name
+        start = spawning.start_processes
+
+        @functools.wraps(start)
+        def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any) -> Any:
+            self.see_spawn(nprocs)
+            return start(fn, args, nprocs, *more, **options)
+
+        for module in (torch.multiprocessing, spawning):
+            module.start_processes = start_processes  # type: ignore[attr-defined]
+        for kind in (FullyShardedDataParallel, FSDPState):
+            self._notice(kind, FSDP)
+
+    def _notice(self, kind: type, why: str) -> None:
+        """Say it when the first one of a class is made."""
+        made, models = kind.__init__, self  # type: ignore[misc]
+
+        @functools.wraps(made)
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+            if why not in models.refused:
+                models.refused.append(why)
+                models.say(f"thinwire: {why}: what FSDP sends is not compressed")
+            made(self, *args, **options)
+
+        kind.__init__ = __init__  # type: ignore[misc]
+
+    def see_spawn(self, nprocs: int) -> None:
+        """The script starts processes: they train as without thinwire; say what to do instead."""
+        os.environ.pop(AGENT_STORE, None)
+        self.refused.append(SPAWNED)
+        self.say(
+            f"thinwire: {SPAWNED}: what these send is not compressed.\n"
+            f"  Let the launcher start them: thinwire launch --nproc-per-node {nprocs}, and the script calls "
+            f"its function itself, with the rank int(os.environ['RANK']).\n"
+            f"  Or run it by python, with thinwire.attach(model, '{self.job.codec}') after "
+            f"DistributedDataParallel(...)."
+        )
 
     def take(self, model: DistributedDataParallel) -> None:
         """Attach to a model that was just made."""
@@ -138,16 +189,22 @@ class Models:
         if not found:
             others = [OTHERS for hook in self.hooks if hook.is_scripts]
             return f"thinwire: nothing was attached: {(others + self.refused + [NOT_MADE])[0]}"
-        sent, full = (sum(each[key] for each in found) for key in ("sent_nbytes", "fp32_nbytes"))
+        marked = [each["since"] for each in found if each["since"] is not None]
         return headline(
             {
-                "policy": ", ".join(dict.fromkeys(each["policy"] for each in found)),
+                "label": ", ".join(dict.fromkeys(each["label"] for each in found)),
                 "steps": max(each["steps"] for each in found),
-                "sent_nbytes": sent,
-                "fp32_nbytes": full,
-                "ratio": full / sent if sent else 1.0,
+                "since": {"steps": max(each["steps"] for each in marked), **_bytes(marked)}
+                if marked
+                else None,
+                **_bytes(found),
             }
         )
+
+
+def _bytes(counted: list[Mapping[str, Any]]) -> dict[str, int]:
+    """Of several models."""
+    return {key: sum(each[key] for each in counted) for key in ("sent_nbytes", "fp32_nbytes")}
 
 
 def pass_on(
@@ -183,10 +240,18 @@ def main(words: list[str]) -> None:
     writer = Writer(Path(job.status), models.stats) if is_first and job.status else None
     if writer:
         writer.start()
+    well = False
     try:
         run(job)
+        well = True
+    except SystemExit as end:
+        well = end.code in (None, 0)
+        raise
     finally:
-        models.say(models.summary())
+        if well:
+            models.say(models.summary())
+        elif models.stats():
+            atexit.register(models.say, models.summary())  # after the traceback
         if writer:
             writer.stop()
 

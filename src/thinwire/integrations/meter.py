@@ -91,6 +91,9 @@ class Meter:
     step: Step | None = None
     last: Step | None = None  #: the one before
     always: bool = False  #: whether every step of a GPU is looked at
+    marked: tuple[int, int, int] | None = (
+        None  #: steps begun, bytes sent and those of fp32, when `auto` chose
+    )
     _waited_s: float = 0.0
     _waited_steps: int = 0
     _before: dict[str, float] = field(default_factory=dict)  #: seconds of the first steps, on a CPU
@@ -100,6 +103,21 @@ class Meter:
     @property
     def steps(self) -> int:
         return self.clock.steps
+
+    def mark(self) -> None:
+        """From here on, count apart as well."""
+        self.marked = max(0, self.steps - 1), self.sent_nbytes, self.fp32_nbytes
+
+    def since(self) -> dict[str, int] | None:
+        """Steps and bytes since the mark; None without one."""
+        if self.marked is None:
+            return None
+        steps, sent, fp32 = self.marked
+        return {
+            "steps": self.steps - steps,
+            "sent_nbytes": self.sent_nbytes - sent,
+            "fp32_nbytes": self.fp32_nbytes - fp32,
+        }
 
     def begin_step(self, device: torch.device = CPU) -> None:
         """At the first bucket of a backward pass."""

@@ -35,11 +35,12 @@ from thinwire.integrations.auto import (
     Try,
 )
 from thinwire.integrations.meter import Meter
+from thinwire.integrations.tell import tell
 from thinwire.policy import Policy, Tensorlike
 
 log = logging.getLogger(__name__)
 
-WARM = 4  #: times that a recipe is run on a GPU before it is timed
+WARM = 4  #: times that a recipe is run on a GPU before it is timed: then its calls are recorded
 Gradients = list[tuple[Tensorlike, Tensor]]
 Bucket = tuple[Gradients, Tensor]  #: copies of gradients, and the buffer in which they lie
 
@@ -108,6 +109,7 @@ class Pilot:
         """Keep the choice of the run before."""
         self.choice.load_state_dict(state)
         trainer.meter.always = False
+        trainer.meter.mark()
         trainer.follow(policies.get(self.choice.chosen))
 
     def begin_step(self, trainer: Trainer) -> None:
@@ -115,7 +117,7 @@ class Pilot:
         if self.settled:
             return
         if trainer.world == 1:
-            self.choice.settled = True
+            self._settle(trainer)
             return
         last = trainer.meter.last
         if last is not None and last.arrivals:
@@ -135,15 +137,25 @@ class Pilot:
         try:
             self._ask = self._asks.send(answer)
         except StopIteration:
-            trainer.meter.always = False
+            self._settle(trainer)
             return
         self._since = trainer.step
-        trainer.meter.always = True
+        trainer.meter.always = not (
+            isinstance(self._ask, Try) and self.choice.gpu
+        )  # what is timed is not replayed
         if isinstance(self._ask, Audit):
             self._auditor = Auditor(self._ask.recipes)
         elif isinstance(self._ask, Try | Keep):
             trainer.follow(policies.get(self._ask.recipe))
         self._tell(before, trainer.rank)
+
+    def _settle(self, trainer: Trainer) -> None:
+        """The choice is made: bytes are counted from here on too, and rank 0 says what was chosen."""
+        self.choice.settled = True
+        trainer.meter.always = False
+        trainer.meter.mark()
+        if trainer.rank == 0:
+            tell(f"thinwire: step {trainer.step}: {self.choice.verdict()}")
 
     def _tell(self, before: Ask | None, rank: int) -> None:
         if rank == 0 and (isinstance(before, Probe) or isinstance(self._ask, Keep)):
@@ -171,7 +183,7 @@ class Pilot:
         if isinstance(ask, Probe):
             return self._probe(trainer, ask)
         assert ask is not None
-        needed = ask.count + 1 if isinstance(ask, Try) else ask.count
+        needed = ask.count + (WARM if self.choice.gpu else 1) if isinstance(ask, Try) else ask.count
         if done < needed:
             if isinstance(ask, Audit) and done == ask.count - 1:
                 self._kept = trainer.step  # this step's buckets are sent again afterwards

@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire import schedules
 from thinwire.channel import Channel
 from thinwire.codecs import get as get_codec
+from thinwire.codecs.own import identity
 from thinwire.integrations.ladder import Climber
 from thinwire.policy import Policy, Rule, Tensorlike
 from thinwire.rounding import Stream
@@ -94,7 +95,7 @@ class Part:
     def start(self, line: Line, buffer: Tensor, rng: Stream | None) -> Work:
         """Begin one step."""
         if not self.copied:
-            work = line.replay(self.plan, (buffer,), buffer)
+            work = line.replay(self.plan, (buffer,), buffer, rng)
             if work is not None:
                 return work
         return line.submit(self.job(buffer, rng))
@@ -290,7 +291,8 @@ def _call(sent: Sequence[Sent], schedule: Schedule, buffer: Tensor, inside: int)
     detail += named([each.tensor.name for each in sent])
     numels = tuple(each.tensor.numel for each in sent)
     random = any(get_codec(each).needs_rng for each in codecs)
-    return Call("all_reduce", ", ".join(codecs), numels, dtype, schedule.spec, detail, random)
+    said = ", ".join(identity(get_codec(each)) for each in codecs)
+    return Call("all_reduce", said, numels, dtype, schedule.spec, detail, random)
 
 
 def _sent_nbytes(plan: jobs.Plan, here: Line) -> int:

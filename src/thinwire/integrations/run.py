@@ -19,6 +19,8 @@ from thinwire.integrations.futures import Future, gathered
 from thinwire.integrations.routes import Plan, Route, Sent, make, place, schedule_of
 from thinwire.policy import Policy, Tensorlike
 from thinwire.rounding import Stream
+from thinwire.runtimes import process_group
+from thinwire.runtimes.gloo import failure, only_other
 from thinwire.runtimes.lines import line
 from thinwire.runtimes.work import StreamWork
 
@@ -97,7 +99,9 @@ def plain(
     more: "Sequence[Future[Any]]" = (),
 ) -> "Future[Tensor]":
     """What DDP itself does, bit for bit."""
-    began = clock.start(buffer.device) if clock is not None else None
+    here = process_group.line(group, buffer.device)
+    here.check()
+    made, began = time.monotonic(), clock.start(buffer.device) if clock is not None else None
     buffer.mul_(1.0 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
@@ -109,8 +113,12 @@ def plain(
         return buffer
 
     def failed(error: Exception) -> Exception:
-        where = f"all_reduce of {buffer.numel():,} {str(buffer.dtype).removeprefix('torch.')} elements"
-        return CommError(f"{where} failed on rank {dist.get_rank(group)}: {error}")
+        if isinstance(error, CommError):
+            return error
+        call = f"all_reduce of {buffer.numel():,} {str(buffer.dtype).removeprefix('torch.')} elements"
+        return here.fail(
+            call, failure(str(error), only_other(here.ranks, here.rank), "came from"), began=made
+        )
 
     return gathered([work.get_future(), *more], ended, buffer.device, failed)
 

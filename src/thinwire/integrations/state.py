@@ -58,6 +58,11 @@ def load(wire: "Wire", state: Mapping[str, Any]) -> None:
             f"the state is of rank {state['rank']} of {state['world']}, this is rank {wire.rank} of "
             f"{wire.world}: each rank loads its own, or all load what thinwire.integrations.reshard makes"
         )
+    if state["stale"] and not wire.double_buffer:
+        raise InputError(
+            "the state is of a run with double buffering, which still has gradients of its last step to use; "
+            "attach with double_buffer=True, or leave them out: state['stale'] = {}"
+        )
     check_model(state, channels, wire.shapes)
     policy, climber, measures = wire.policy, wire.climber, False
     if wire.pilot is not None and state["auto"]:
@@ -107,8 +112,8 @@ def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: 
             start += numels[0]
         elif stage == "reduced":
             start += Cut(codec, sum(numels), world).start(rank)
-            shared = bool(codec.agreement(sum(numels)))  # otherwise it is of the mean
-            weight = 1.0 / taken_early(codec, world) if shared else float(world)
+            shared = bool(codec.agreement(sum(numels)))
+            weight = 1.0 / taken_early(codec, world, 1.0 / world, shared=shared)
         found[start : start + held.numel()] += weight * held.reshape(-1)
     return found.view(shape[::-1]).t().contiguous() if turned else found.view(shape)
 

@@ -23,7 +23,8 @@ def describe(wire: "Wire") -> dict[str, Any]:
     wait of training itself; `usual_s` are those of a step, without the first two. `buffers_nbytes` are kept
     for wires, `residuals_nbytes` for error feedback.
     `error` is what one round trip through the codec loses, measured every 100 steps; `true_error` that of
-    the reduced gradient against float32, in shadow mode. `auto` is what it weighed and chose.
+    the reduced gradient against float32, in shadow mode. `auto` is what it weighed and chose; `label`
+    then says so, and `since` has steps and bytes since the choice.
     """
     climber = wire.climber
     layers = {tensor.name: _layer(wire, tensor) for tensor in wire.trained}
@@ -47,6 +48,8 @@ def brief(wire: "Wire") -> dict[str, Any]:
     meter = wire.meter
     return {
         "policy": wire.policy.name,
+        "label": _label(wire),
+        "since": meter.since(),
         "steps": meter.steps,
         "sent_nbytes": meter.sent_nbytes,
         "fp32_nbytes": meter.fp32_nbytes,
@@ -56,6 +59,13 @@ def brief(wire: "Wire") -> dict[str, Any]:
         "usual_s": meter.usual_s(),
         "overlap": meter.overlap(),
     }
+
+
+def _label(wire: "Wire") -> str:
+    """The policy, and whether it was chosen."""
+    if wire.pilot is None:
+        return wire.policy.name
+    return f"auto -> {wire.policy.name}" if wire.pilot.settled else f"auto (measuring, {wire.policy.name})"
 
 
 def _layer(wire: "Wire", tensor: Tensorlike) -> dict[str, Any]:

@@ -31,6 +31,11 @@ INTERVAL_S = 0.5
 MOST_SHARE = 0.02  #: of the time that looking at numbers may take
 KEPT_S = 24 * 3600.0
 OVER = ("finished", "failed")
+NEEDED = ("job", "state", "started", "updated")
+TEXTS = ("job", "state", "script", "codec", "host")
+NUMBERS = ("pid", "attempt", "world", "started", "updated", "ended", "exit_code")
+MODEL_NUMBERS = ("steps", "sent_nbytes", "step_s", "ratio", "overlap")
+LARGEST = 1e15  #: more than any number of a status
 HOW = "start one with: thinwire launch --codec int8 --nproc-per-node 2 train.py"
 
 Status = dict[str, Any]
@@ -63,11 +68,51 @@ def write(path: Path, status: Mapping[str, Any]) -> bool:
 
 def read(path: Path) -> Status | None:
     """A status, or None if there is none in this file."""
+    found, wrong = _parse(path)
+    return None if wrong else found
+
+
+def _parse(path: Path) -> tuple[Status, str]:
+    """What a file holds, and what is wrong with it."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and "state" in found and "job" in found else None
+    except OSError as error:
+        return {}, error.strerror or str(error)
+    except (ValueError, RecursionError):
+        return {}, "it is no JSON"
+    return found, fault(found)
+
+
+def fault(found: Any) -> str:
+    """What makes this no status, in words; empty if nothing does."""
+    if not isinstance(found, dict):
+        return "it holds no object"
+    models = found.get("models") or []
+    if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
+        return "'models' must be a list of objects"
+    if missing := [key for key in NEEDED if found.get(key) is None]:
+        return f"it has no '{missing[0]}'"
+    parts = [(found, {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, float)})]
+    for model in models:
+        seconds = model.get("seconds") or {}
+        if not isinstance(seconds, dict):
+            return f"'seconds' must be an object, not {_shown(seconds)}"
+        parts += [(model, dict.fromkeys(MODEL_NUMBERS, float)), (seconds, dict.fromkeys(seconds, float))]
+    for part, kinds in parts:
+        for key, kind in kinds.items():
+            value = part.get(key)
+            if value is not None and not (isinstance(value, str) if kind is str else _is_number(value)):
+                return f"'{key}' must be a {'text' if kind is str else 'number'}, not {_shown(value)}"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST  # which a NaN is not
+
+
+def _shown(value: Any) -> str:
+    said = json.dumps(value)
+    return said if len(said) < 40 else f"{said[:36]} ..."
 
 
 def begin(path: Path, *, job: str, script: str, codec: str) -> None:
@@ -111,7 +156,7 @@ def state(status: Mapping[str, Any]) -> str:
         return str(status["state"])
     try:
         os.kill(int(status.get("pid") or 0), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return "gone"
     except OSError:
         pass  # somebody else's, and alive
@@ -134,9 +179,12 @@ def find(which: str | None = None) -> Path:
         if not known:
             raise LaunchError(f"no job runs or ran here; {HOW}")
         return known[0]
-    for path in (Path(which), *(each for each in known if each.stem == which)):
-        if read(path) is not None:
-            return path
+    path = Path(which)
+    for each in (path, *(each for each in known if each.stem == which)):
+        if read(each) is not None:
+            return each
+    if path.is_file():
+        raise LaunchError(f"{path} is no status file of a job: {_parse(path)[1]}; {HOW}")
     listed = f"jobs are: {', '.join(each.stem for each in known)}" if known else f"no job runs or ran; {HOW}"
     raise LaunchError(f"'{which}' is no job and no status file; {listed}")
 

@@ -19,14 +19,24 @@ def print_summary(stats: Mapping[str, Any], console: Console | None = None) -> N
 
 
 def headline(stats: Mapping[str, Any]) -> str:
-    """One line.
+    """One line; with `auto` also what is sent since it chose.
 
-    >>> headline({"policy": "int8", "steps": 10, "sent_nbytes": 1e6, "fp32_nbytes": 4e6, "ratio": 4.0})
-    'thinwire: int8: 10 steps, 1.0 MB sent instead of 4.0 MB (4.00x fewer)'
+    >>> counted = {"steps": 99, "sent_nbytes": 5e6, "fp32_nbytes": 12e6}
+    >>> headline({"label": "int8", "since": None, **counted})
+    'thinwire: int8: 99 steps, 5.0 MB sent instead of 12.0 MB (2.40x fewer)'
+    >>> headline({"label": "auto -> int4", "since": {**counted, "steps": 60, "sent_nbytes": 2e6}, **counted})
+    'thinwire: auto -> int4: 99 steps, 5.0 MB sent instead of 12.0 MB (2.40x fewer; 6.00x since step 39)'
     """
     sent, plain = (stats[key] / 1e6 for key in ("sent_nbytes", "fp32_nbytes"))
-    less = f"{sent:,.1f} MB sent instead of {plain:,.1f} MB ({stats['ratio']:.2f}x fewer)"
-    return f"thinwire: {stats['policy']}: {stats['steps']} steps, {less}"
+    fewer, since = f"{_ratio(stats):.2f}x fewer", stats["since"]
+    if since and since["sent_nbytes"]:
+        fewer += f"; {_ratio(since):.2f}x since step {stats['steps'] - since['steps']}"
+    less = f"{sent:,.1f} MB sent instead of {plain:,.1f} MB ({fewer})"
+    return f"thinwire: {stats['label']}: {stats['steps']} steps, {less}"
+
+
+def _ratio(counted: Mapping[str, Any]) -> float:
+    return counted["fp32_nbytes"] / counted["sent_nbytes"] if counted["sent_nbytes"] else 1.0
 
 
 def _head(stats: Mapping[str, Any]) -> Group:
@@ -64,13 +74,18 @@ def _layers(stats: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("tensor", "codec", "schedule"):
         table.add_column(column, no_wrap=column == "tensor")
-    for column in ("elements", "bytes", "error", "SNR dB", "true error", "owed"):
+    for column in ("elements", "bytes", "relative error", "SNR dB", "true error", "owed"):
         table.add_column(column, justify="right")
     largest = sorted(stats["layers"].items(), key=lambda item: -item[1]["numel"])
     for name, each in largest[:MOST]:
         errors = (_number(each[key], spec) for key, spec in ERRORS)
         table.add_row(
-            name, each["codec"], each["schedule"], f"{each['numel']:,}", f"{each['wire_nbytes']:,}", *errors
+            Text(name),
+            each["codec"],
+            each["schedule"],
+            f"{each['numel']:,}",
+            f"{each['wire_nbytes']:,}",
+            *errors,
         )
     if len(largest) > MOST:
         table.add_row(f"and {len(largest) - MOST} smaller ones")

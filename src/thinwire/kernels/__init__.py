@@ -94,6 +94,15 @@ def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, we
 # Segments: rows of different lengths, all in one launch on a GPU. Elements, residuals and wires are flat.
 
 
+def put_draw(draw: Draw, words: Tensor | None, device: torch.device) -> Tensor:
+    """A draw's numbers into a GPU's memory, in the order of the current stream; made if there is none yet."""
+    where = _segments(device)
+    if words is None:
+        words = torch.empty(where.WORDS, dtype=torch.int32, device=device)
+    where.put_draw(draw, words)
+    return words
+
+
 def block_encode_segments(
     p: BlockParams,
     x: Tensor,

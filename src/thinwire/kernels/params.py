@@ -11,11 +11,12 @@ Three families cover every format:
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 NEAREST, AWAY, ZERO, UP, DOWN, STOCHASTIC = range(6)
 
@@ -273,6 +274,7 @@ class Draw:
     seed: int  #: 64 bits
     step: int  #: 64 bits
     rank: int  #: 32 bits
+    words: Tensor | None = field(default=None, compare=False, repr=False)  #: these numbers in a GPU's memory
 
 
 def components(bits: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from thinwire.kernels.params import (
 from thinwire.kernels.reference import MASK32
 from thinwire.kernels.segment_tables import Ready, make, step_of
 
-NO_WORDS = (0,) * 5
+WORDS = 5  #: of 32 bits, in which a draw's numbers lie in memory
 UNSOUND: Any = object()  # in place of a program that must not be used
 
 
@@ -79,7 +79,7 @@ def run_encode(
     if block_cuda._needs_scales(p):
         _fill(p, x, wire, segments, residual)
     held = x if residual is None else residual
-    ready.launch(x, held, *_base(wire, ready.compiled), *ready.tables, p.limit, *_words(draw))
+    ready.launch(x, held, *_base(wire, ready.compiled), *ready.tables, p.limit, _drawn(draw, x))
 
 
 def decode(
@@ -136,7 +136,7 @@ def reduce(  # noqa: PLR0913
             total += 0.0  # a sum that starts from zero is never a negative zero
         encode(p, total, out, segments.packed, draw, residual)
     else:
-        run_reduce(ready, wires, out, residual, (stride >> 2, count, p.limit, weight, *_words(draw)))
+        run_reduce(ready, wires, out, residual, (stride >> 2, count, p.limit, weight, _drawn(draw, out)))
 
 
 def reducer(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
@@ -149,7 +149,7 @@ def reducer(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
 
 
 def run_reduce(
-    ready: Ready, wires: Tensor, out: Tensor, residual: Tensor | None, numbers: tuple[float, ...]
+    ready: Ready, wires: Tensor, out: Tensor, residual: Tensor | None, numbers: tuple[Any, ...]
 ) -> None:
     """One launch, also for one bit."""
     held = out if residual is None else residual
@@ -306,8 +306,21 @@ def _aligned(x: Tensor | None) -> bool | None:
     return None if x is None else x.data_ptr() % 16 == 0
 
 
-def _words(draw: Draw | None) -> tuple[int, ...]:
+def _drawn(draw: Draw | None, like: Tensor) -> Tensor:
+    """Where a draw's numbers lie; a program that rounds to nearest reads nothing there."""
     if draw is None:
-        return NO_WORDS
-    words = (draw.seed & MASK32, draw.seed >> 32, draw.step & MASK32, draw.step >> 32, draw.rank)
-    return tuple(word - (word >> 31 << 32) for word in words)
+        return like
+    if draw.words is not None:
+        return draw.words
+    words = torch.empty(WORDS, dtype=torch.int32, device=like.device)
+    put_draw(draw, words)
+    return words
+
+
+def put_draw(draw: Draw, words: Tensor) -> None:
+    """A draw's numbers into memory, in the order of the current stream."""
+    numbers = (draw.seed & MASK32, draw.seed >> 32, draw.step & MASK32, draw.step >> 32, draw.rank)
+    signed = (number - (number >> 31 << 32) for number in numbers)
+    shape = {"L": (1, WORDS, 1, WORDS, 0, 1)}
+    program = block_cuda.program(segment_programs.draw_kernel, shape, (words.device,))
+    program.launch((1, 1, 1), (words, *signed), words.device)

@@ -63,16 +63,29 @@ def _wire(wire, wire_at, line):
 
 @triton.jit
 def _key(line, draw, RANDOM: tl.constexpr):
-    """The row of the segment's stream and the stream's key: one call keyed by the seed, counted by the rest."""
+    """The row of the segment's stream and the stream's key: one call keyed by the seed, counted by the rest.
+
+    `draw` is where seed, step and rank lie in memory, so that a program that was recorded draws anew.
+    """
+    row = tl.load(line + _ROW)
     if RANDOM:
-        seed0, seed1, step0, step1, rank = draw
-        tensor = tl.load(line + _TENSOR).to(tl.uint32)
-        k0, k1, k2, k3 = _philox_wide(
-            step0.to(tl.uint32), step1.to(tl.uint32), seed0.to(tl.uint32), seed1.to(tl.uint32), tensor, rank.to(tl.uint32)
-        )
-        return tl.load(line + _ROW), k0, k1, k2, k3
-    else:
-        return draw
+        seed0, seed1 = tl.load(draw).to(tl.uint32), tl.load(draw + 1).to(tl.uint32)
+        step0, step1 = tl.load(draw + 2).to(tl.uint32), tl.load(draw + 3).to(tl.uint32)
+        tensor, rank = tl.load(line + _TENSOR).to(tl.uint32), tl.load(draw + 4).to(tl.uint32)
+        k0, k1, k2, k3 = _philox_wide(step0, step1, seed0, seed1, tensor, rank)
+        return row, k0, k1, k2, k3
+    else:  # nobody looks
+        return row, row, row, row, row
+
+
+@triton.jit(do_not_specialize=["seed0", "seed1", "step0", "step1", "rank"])
+def draw_kernel(draw, seed0, seed1, step0, step1, rank, L: tl.constexpr):
+    """Numbers of a draw into memory, for programs that follow on the stream."""
+    tl.store(draw, seed0)
+    tl.store(draw + 1, seed1)
+    tl.store(draw + 2, step0)
+    tl.store(draw + 3, step1)
+    tl.store(draw + 4, rank)
 
 
 @triton.jit
@@ -119,9 +132,9 @@ def _end(wire, place, C: tl.constexpr):
     _finish(wire, numel, scales_at, tag_at, tag, C)
 
 
-@triton.jit(do_not_specialize=["wire_at", "limit", "seed0", "seed1", "step0", "step1", "rank"])
+@triton.jit(do_not_specialize=["wire_at", "limit"])
 def encode_kernel(
-    x, residual, wire, wire_at, table, tiles, index, starts, codes, pairs, values, limit, seed0, seed1, step0, step1, rank,
+    x, residual, wire, wire_at, table, tiles, index, starts, codes, pairs, values, limit, draw,
     STEP: tl.constexpr, RESIDUAL: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
@@ -129,7 +142,7 @@ def encode_kernel(
     line, place = _place(table, tiles, TILE)
     x, residual = _elements(x, line, place, _START, STEP), _elements(residual, line, place, _HELD, STEP)
     wire = _wire(wire, wire_at, line)
-    key = _key(line, (seed0, seed1, step0, step1, rank), C[2] == _STOCHASTIC)
+    key = _key(line, draw, C[2] == _STOCHASTIC)
     if place[2] >= TILE:
         u = _taken(x, residual, place[2], RESIDUAL, L, True)
         _put(u, residual, wire, tables, place, limit, key, RESIDUAL, C, L, True)
@@ -157,14 +170,10 @@ def decode_kernel(
         _store(out + at, _sum(wires, tables, place, weight, COUNT, C, L, False), at < place[2], False)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "wires_at", "wire_at", "stride", "count", "limit", "weight", "seed0", "seed1", "step0", "step1", "rank",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["wires_at", "wire_at", "stride", "count", "limit", "weight"])
 def reduce_kernel(
     wires, wires_at, wire, wire_at, residual, table, tiles, index, starts, codes, pairs, values, stride: tl.int64, count,
-    limit, weight, seed0, seed1, step0, step1, rank, STEP: tl.constexpr, RESIDUAL: tl.constexpr, COUNT: tl.constexpr,
+    limit, weight, draw, STEP: tl.constexpr, RESIDUAL: tl.constexpr, COUNT: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = L[3]
@@ -173,7 +182,7 @@ def reduce_kernel(
     residual = _elements(residual, line, place, _HELD, STEP)
     wires = (_wire(wires, wires_at, line), stride.to(tl.int64) * 4, count)
     wire = _wire(wire, wire_at, line)
-    key = _key(line, (seed0, seed1, step0, step1, rank), C[2] == _STOCHASTIC)
+    key = _key(line, draw, C[2] == _STOCHASTIC)
     if place[2] >= TILE:
         u = _rest(_sum(wires, tables, place, weight, COUNT, C, L, True), residual, place[2], RESIDUAL, C[0] != _GRID, L, True)
         _put(u, residual, wire, tables, place, limit, key, RESIDUAL, C, L, True)

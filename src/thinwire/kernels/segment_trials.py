@@ -101,7 +101,7 @@ def _try_reduce(p: BlockParams, kind: Kind, step: int) -> bool:
     if residual is not None:
         left = soundness.placed(residual, held, device)
     ready = segment_cuda.reducer(p, kind, segments)
-    numbers = (stride >> 2, count, p.limit, WEIGHT, *segment_cuda._words(DRAW))
+    numbers = (stride >> 2, count, p.limit, WEIGHT, segment_cuda._drawn(DRAW, there))
     segment_cuda.run_reduce(ready, wires.to(device), there, left, numbers)
     segment_reference.reduce(p, wires, out, segments, WEIGHT, count, stride, DRAW, residual)
     return _alike(there, out, left, residual)

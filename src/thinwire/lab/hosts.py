@@ -3,12 +3,13 @@
 import atexit
 import itertools
 import os
+import random
 import signal
 import socket
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,6 +22,7 @@ from thinwire.lab.sessions import Launch, Reading, Run, Session
 from thinwire.lab.topology import Plan
 
 FIRST_PORT = 29500
+PORTS = range(20_000, FIRST_PORT)  #: of ranks on loopback, whose ports are those of the whole machine
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 _numbers = itertools.count()
 _with_gpus: list[dict[str, Any]] = []
@@ -244,6 +246,9 @@ def _in_main_thread() -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that connections get by themselves: nobody takes it before the ranks' store does."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise LabError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free for the ranks to meet at")

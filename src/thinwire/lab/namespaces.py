@@ -23,7 +23,7 @@ from thinwire.lab.topology import INTERFACE, Link, Topology
 
 FOLDER = Path("/run/netns")
 NAME = re.compile(r"tw-(\d+)-(\d+)-(\d+)-(sw|r\d+)")
-WITHOUT = "--loopback (loopback=True) works without, unthrottled"
+WITHOUT = "--link loopback (link='loopback') works without, unthrottled"
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 
 # `ip netns exec` gives the command its own view of the file systems. In that view alone, a longer /etc/hosts

@@ -74,7 +74,9 @@ def pack(folder: str | Path) -> list[Path]:
             copied.append(Path(shutil.copy2(path, home / program)))
             copied += [Path(shutil.copy2(each, home / LIBRARIES / each.name)) for each in _libraries(path)]
     except OSError as error:
-        raise LabError(f"cannot pack into {home}: {error}") from error
+        raise LabError(
+            f"cannot pack into {home}: {error.strerror or error}; name a folder that you can write to"
+        ) from error
     return list(dict.fromkeys(copied))
 
 

@@ -23,6 +23,7 @@ QUEUE_S = 0.1
 LEAST_QUEUE_NBYTES = 64 << 10
 MOST_PACKET_NBYTES = 64 << 10
 CUT_PACKET_NBYTES = 16 << 10
+LOOPBACK = "loopback"
 
 #: NCCL on a throttled link: sockets only. InfiniBand, plugins and NVLink between hosts would go around it.
 SOCKETS_ONLY = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
@@ -165,6 +166,9 @@ class Topology:
     def environment(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun would tell this rank, which interface to use, and which GPU.
 
+        `TORCHELASTIC_RUN_ID` is how Lightning knows that somebody else started the ranks: it then takes RANK
+        and WORLD_SIZE as they are. Rank 0 holds the store, so there is none of an agent's to use.
+
         NCCL refuses two ranks of one host on one GPU. Every rank says that it is a host of its own, also the
         ranks of one node: what they send each other goes over their links, as it should in a lab.
         """
@@ -177,6 +181,14 @@ class Topology:
             "LOCAL_WORLD_SIZE": str(self.per_node),
             "GROUP_RANK": str(node),
             "GROUP_WORLD_SIZE": str(self.nodes),
+            "NODE_RANK": str(node),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self.world),
+            "TORCHELASTIC_RUN_ID": "thinwire-lab",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": interface,
@@ -198,6 +210,7 @@ class Plan:
     """A topology in the words of the command line; `topology()` checks them and fills in what is missing.
 
     Either `hosts` (and `link`), or `nodes` and `per_node` (and `inside` and `between`). `burst` is for all.
+    The link "loopback" is none: plain processes, not throttled.
     """
 
     hosts: int | None = None
@@ -224,7 +237,9 @@ class Plan:
         if not 1 <= nodes * per_node <= MOST_RANKS or min(nodes, per_node) < 1:
             raise LabError(f"a lab has 1 to {MOST_RANKS} ranks; {nodes} x {per_node} is not possible")
         if self.hosts is not None:
-            return Topology(nodes, 1, parse_link(self.link or "1gbit", self.burst), None, self.loopback)
+            link = "1gbit" if self.link in (None, LOOPBACK) else self.link
+            loopback = self.loopback or self.link == LOOPBACK
+            return Topology(nodes, 1, parse_link(link, self.burst), None, loopback)
         inside = parse_link(self.inside or "10gbit", self.burst)
         between = parse_link(self.between or "1gbit", self.burst)
         return Topology(nodes, per_node, inside, between, self.loopback)

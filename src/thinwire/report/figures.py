@@ -1,5 +1,7 @@
 """Page data to figures, as plotly takes them: dictionaries with data and layout."""
 
+from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 from thinwire.report import text
@@ -13,6 +15,7 @@ CELL = 24  #: height of a layer
 TALLEST = 640
 NAMED = 30  #: more layers than these have no room for numbers
 MODEST = 0.35
+FAINT = "#8a93a0"  #: on light and on dark pages
 DOTS: dict[str, Plain] = {
     "predicted": {"symbol": "diamond-open", "size": 12, "line": {"width": 2.5}},
     "measured": {"symbol": "circle", "size": 11, "line": {"width": 0}},
@@ -160,7 +163,7 @@ def layers(setting: Plain) -> Plain:
         "z": [[_decibels(layer, max(known)) for layer in row] for row in grid],
         "text": [[_label(layer) for layer in row] for row in grid],
         "customdata": [[_facts(layer) for layer in row] for row in grid],
-        "hovertemplate": "<b>%{y}</b> with %{x}<br>%{text} dB<br>%{customdata}<extra></extra>",
+        "hovertemplate": "<b>%{y}</b> with %{x}<br>%{customdata}<extra></extra>",
         "colorscale": SCALE,
         "xgap": 3,
         "ygap": 2,
@@ -174,8 +177,36 @@ def layers(setting: Plain) -> Plain:
             "height": min(TALLEST, 90 + CELL * len(names)),
             "xaxis": {"showgrid": False, "side": "top"},
             "yaxis": {"autorange": "reversed", "showgrid": False, "ticksuffix": "  "},
+            "annotations": _reasons([each["codec"] for each in columns], names, grid),
         },
     }
+
+
+def _reasons(
+    codecs: Sequence[str], names: Sequence[str], grid: Sequence[Sequence[Plain | None]]
+) -> list[Plain]:
+    """Why cells are empty: in each of them, or once in a column where there is no room for more."""
+    empty = [
+        (codec, name, _why(row[column]))
+        for column, codec in enumerate(codecs)
+        for name, row in zip(names, grid, strict=True)
+        if _why(row[column])
+    ]
+    if len(names) > NAMED:
+        whole = [codec for codec in codecs if sum(each[0] == codec for each in empty) == len(names)]
+        first = {codec: why for codec, _, why in reversed(empty) if codec in whole}
+        empty = [(codec, names[len(names) // 2], why) for codec, why in first.items()]
+    font = {"size": 10, "color": FAINT}
+    return [{"x": x, "y": y, "text": why, "showarrow": False, "font": font} for x, y, why in empty]
+
+
+def _why(layer: Plain | None) -> str:
+    """Why a layer has no number; empty if it has one."""
+    if layer is None:
+        return "no such layer"
+    if layer["exact"] or layer["snr_db"] is not None:
+        return ""
+    return "sent as fp32" if layer["wire_nbytes"] >= 4 * layer["numel"] else "not measured"
 
 
 def _decibels(layer: Plain | None, largest: float) -> float | None:
@@ -191,7 +222,10 @@ def _label(layer: Plain | None) -> str:
 
 
 def _facts(layer: Plain | None) -> str:
-    return f"{layer['codec']}, {layer['numel']:,} values" if layer else ""
+    if layer is None:
+        return _why(layer)
+    said = _why(layer) or _label(layer) + ("" if layer["exact"] else " dB")
+    return f"{said}<br>{escape(layer['codec'])}, {layer['numel']:,} values"
 
 
 def prediction(setting: Plain, look: dict[str, Plain]) -> Plain:

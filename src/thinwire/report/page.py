@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire import __version__
 from thinwire.errors import MissingDependencyError
+from thinwire.files import writing
 from thinwire.report import table, text
 from thinwire.report.figures import figures
 from thinwire.report.theme import SHAPES, TEMPLATES, styles
@@ -33,7 +34,8 @@ CAPTIONS = {
     "layers": (
         "Error of every layer",
         "Signal to noise of one round trip of a gradient, in decibels: 20 more is ten times less error. "
-        "Mean over seeds; codecs that are exact everywhere are left out.",
+        "Mean over seeds; codecs that are exact everywhere are left out. Not measured: a method whose error "
+        "is not that of a round trip on one rank, such as PowerSGD, or a run too short to measure it.",
     ),
     "prediction": (
         "Predicted and measured",
@@ -319,6 +321,6 @@ def save(summary: Plain, path: str | Path) -> Path:
 def write(page: str, path: str | Path) -> Path:
     """Write a rendered page, and the folder if it is not there; the path it went to."""
     found = Path(path)
-    found.parent.mkdir(parents=True, exist_ok=True)
-    found.write_text(page, encoding="utf-8")
+    with writing(found):
+        found.write_text(page, encoding="utf-8")
     return found

@@ -86,7 +86,7 @@ def _header(results: Sequence[Plain]) -> str:
     if len(results) == 1:
         (only,) = results
         name, heading = f"simulate {only['paper']}", only["question"]
-        below = f'<p class="lede">{_source(only["source"])}</p>{_tally(only["claims"])}'
+        below = f'<p class="lede">{_source(only["source"])}</p>{_tally(only)}'
     else:
         name, heading = "simulate", f"{len(results)} published results, put to the test"
         below = _contents(results)
@@ -103,7 +103,8 @@ def _contents(results: Sequence[Plain]) -> str:
         f'<li><a href="#paper-{number}">{escape(each["title"])}</a>: {escape(each["question"])}</li>'
         for number, each in enumerate(results)
     )
-    return f'<ul class="notes lede">{found}</ul>{_tally([c for each in results for c in each["claims"]])}'
+    full = [claim for each in results if not is_quick(each) for claim in each["claims"]]
+    return f'<ul class="notes lede">{found}</ul>{_tally({"claims": full, "notes": ()})}'
 
 
 def _source(source: str) -> str:
@@ -115,9 +116,14 @@ def _source(source: str) -> str:
     )
 
 
-def _mark(verdict: str, words: str | None = None) -> str:
+def is_quick(result: Plain) -> bool:
+    """Whether this only shows that everything works: it says nothing about the paper's claims."""
+    return list(result["notes"]) == [judge.TRIED]
+
+
+def _mark(verdict: str, words: str | None = None, *, quick: bool = False) -> str:
     said, path = MARKS[verdict]
-    kind = verdict.replace(" ", "-")
+    kind = "quick" if quick else verdict.replace(" ", "-")
     return (
         f'<span class="mark {kind}"><svg width="12" height="12" viewBox="-6 -6 12 12" aria-hidden="true">'
         f'<path d="{path}" fill="none" stroke="currentColor" stroke-width="2" stroke-linecap="round" '
@@ -125,9 +131,14 @@ def _mark(verdict: str, words: str | None = None) -> str:
     )
 
 
-def _tally(claims: Sequence[Plain]) -> str:
-    """How many claims came out how."""
-    found = Counter(claim["verdict"] for claim in claims)
+def _tally(result: Plain) -> str:
+    """How many claims came out how; of a quick run, that it is one."""
+    if is_quick(result):
+        badge = _mark(judge.UNDECIDED, "quick check", quick=True)
+        return (
+            f'<ul class="tally" aria-label="Claims"><li>{badge}</li></ul><p class="small">{judge.TRIED}</p>'
+        )
+    found = Counter(claim["verdict"] for claim in result["claims"])
     shown = [
         _mark(verdict, f"{found[verdict]} {_plural(found[verdict], said)}")
         for verdict, (said, _) in MARKS.items()
@@ -148,13 +159,13 @@ def _paper(number: int, result: Plain, several: bool, drawn: set[str]) -> str:
     if several:
         head = (
             f'<h2 class="question">{escape(result["question"])}</h2>'
-            f'<p class="lede">{_source(result["source"])}</p>{_tally(result["claims"])}'
+            f'<p class="lede">{_source(result["source"])}</p>{_tally(result)}'
         )
     tables = "\n".join(
         _table(number, place, part, drawn) for place, part in enumerate(result["tables"]) if part["rows"]
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in result["notes"])
-    heading = "What this is" if list(result["notes"]) == [judge.TRIED] else "What differs, and why"
+    heading = "What this is" if is_quick(result) else "What differs, and why"
     kept = f'<h2>{heading}</h2><ul class="notes">{notes}</ul>' if notes else ""
     return f"""<section class="paper" id="paper-{number}" data-paper="{escape(result["paper"])}">
 {head}
@@ -173,11 +184,11 @@ def _claims(number: int, result: Plain) -> str:
         groups.setdefault(claim["table"], []).append(claim)
     if not groups:
         return ""
-    found = []
+    found, quick = [], is_quick(result)
     for title, claims in sorted(groups.items(), key=lambda each: places.get(each[0], len(places))):
         items = "".join(
             f'<li data-verdict="{escape(claim["verdict"])}"><div><p>{escape(claim["text"])}</p>'
-            f'<p class="by">{escape(_by(claim))}</p></div>{_mark(claim["verdict"])}</li>'
+            f'<p class="by">{escape(_by(claim))}</p></div>{_mark(claim["verdict"], quick=quick)}</li>'
             for claim in claims
         )
         where = f'<a href="#table-{number}-{places[title]}">{escape(title)}</a>' if title in places else ""

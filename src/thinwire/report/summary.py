@@ -178,7 +178,8 @@ def _layers(runs: Sequence[Record]) -> list[Plain]:
 
 def _choice(groups: dict[str, list[Record]]) -> Plain | None:
     """What auto expected of its candidates, beside what the candidates' own runs and auto's runs took."""
-    choices = [run.choice for run in groups.get(LAST, []) if run.choice]
+    runs = groups.get(LAST, [])  # a short run may end before anything is chosen
+    choices = [run.choice for run in runs if run.choice and run.choice["predicted_step_s"] is not None]
     if not choices:
         return None
     names = list(dict.fromkeys(each["codec"] for choice in choices for each in choice["candidates"]))

@@ -6,23 +6,23 @@ from typing import Any
 from thinwire.report import text
 from thinwire.study.statistics import Estimate
 
-#: Heading of a column, the entry of page data it shows, and how.
+#: Heading of a column, the entry of page data it shows, and how. A phone shows the first few.
 COLUMNS: tuple[tuple[str, str, Callable[[Estimate], str]], ...] = (
+    ("speed-up", "run_speedup", lambda found: text.times(found.mean)),
+    ("final accuracy", "accuracy", text.percent),
+    ("points from fp32", "difference", text.points),
     ("bytes per step", "sent_nbytes_per_step", lambda found: text.nbytes(found.mean)),
     ("compression", "ratio", lambda found: text.times(found.mean)),
     ("whole run", "run_s", lambda found: text.seconds(found.mean)),
-    ("speed-up", "run_speedup", lambda found: text.times(found.mean)),
     ("steady step", "step_s", lambda found: text.seconds(found.mean)),
     ("its speed-up", "speedup", lambda found: text.times(found.mean)),
-    ("final accuracy", "accuracy", text.percent),
-    ("points from fp32", "difference", text.points),
 )
 HEADER = ("codec", *(heading for heading, _, _ in COLUMNS), "replicas identical", "seeds")
 NOTE = (
     "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean ± 95 % Student interval over "
     "equal seeds. Compression: bytes of fp32 over those sent. Whole run: all steps of training, those too in "
     "which auto measures. Steady step: the median of a run. Speed-up: time of fp32 over that of the codec "
-    "at equal seeds."
+    "at equal seeds, of the whole run and of a steady step."
 )
 
 

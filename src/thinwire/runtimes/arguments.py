@@ -12,8 +12,9 @@ from torch import Tensor
 
 from thinwire import schedules
 from thinwire.channel import Channel
-from thinwire.codecs import Codec, OneBitColumn
+from thinwire.codecs import AnySpec, Codec, OneBitColumn
 from thinwire.codecs import get as get_codec
+from thinwire.codecs.own import identity
 from thinwire.errors import CodecError, InputError, ScheduleError
 from thinwire.rounding import Stream
 from thinwire.runtimes.job import Call, Job, Plan, Ranks
@@ -23,7 +24,7 @@ from thinwire.schedules.choose import choose
 SUM, AVG = "sum", "avg"
 USUAL_NAME = "tensor"  #: of a call that gives none
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-AnyCodec: TypeAlias = str | Codec | Channel
+AnyCodec: TypeAlias = AnySpec | Channel
 After: TypeAlias = Callable[[], None] | None
 
 
@@ -302,7 +303,7 @@ def plain_seat(here: Place, codec: AnyCodec, name: str, rng: Stream | None, weig
 def call_of(op: str, tensors: Sequence[Tensor], channel: Channel, schedule: str, detail: str) -> Call:
     """What all ranks must call alike."""
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return Call(op, codec_of(channel).spec, tuple(x.numel() for x in tensors), dtype, schedule, detail)
+    return Call(op, identity(codec_of(channel)), tuple(x.numel() for x in tensors), dtype, schedule, detail)
 
 
 def named(name: str | Sequence[str]) -> str:

@@ -8,10 +8,10 @@ room for it; with such a tag it waits, and times out.)
 A tag: [1][14 bits of the call's digest][4: number of the call][7: piece][5: exchange].
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ def tag(digest: int, number: int, piece: int, exchange: int) -> int:
 class Messages:
     """Messages under way; some of the bytes may have to be copied to a GPU at the end."""
 
-    works: list[tuple[dist.Work, int | None, str]] = field(default_factory=list)  #: None: with all
+    works: list[tuple[dist.Work, int | None, str]] = field(default_factory=list)  #: global rank; None: all
     arrive: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -41,12 +41,12 @@ class Messages:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failure(str(error), peer, way) from error
+                raise failure(str(error), peer, way) from error
         for host, device in self.arrive:
             device.copy_(host, non_blocking=True)
 
 
-def _failure(error: str, peer: int | None, way: str) -> CommError:
+def failure(error: str, peer: int | None, way: str) -> CommError:
     """What gloo says, in words; it does not say which rank a sum of all ranks waited for."""
     who = "another rank" if peer is None else f"rank {peer}"
     if "pair closure" in error:
@@ -58,12 +58,22 @@ def _failure(error: str, peer: int | None, way: str) -> CommError:
     return CommError(f"the exchange with {who} failed: {error}", peer=peer)
 
 
+def only_other(ranks: Sequence[int], rank: int) -> int | None:
+    """The rank that a sum waited for, if there is but one; `rank` is this one's place in the group."""
+    return ranks[1 - rank] if len(ranks) == 2 else None
+
+
 @dataclass
 class Gloo:
     """The transport of one group; `sums` is a group of its own, for what the network adds."""
 
     group: dist.ProcessGroup
     sums: dist.ProcessGroupGloo | None = None
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Global ranks, in the group's order."""
+        return dist.get_process_group_ranks(self.group)
 
     def post(self, request: Request, tag: int) -> Messages:
         """Start all messages of an exchange: rooms first, so that nothing has to wait for them."""
@@ -85,18 +95,16 @@ class Gloo:
     ) -> None:
         for peer, wire in parcels:
             try:
-                messages.works.append((post([wire], peer, tag), peer, way))
+                messages.works.append((post([wire], peer, tag), self.ranks[peer], way))
             except RuntimeError as error:  # the connection is closed already
-                raise _failure(str(error), peer, way) from error
+                raise failure(str(error), self.ranks[peer], way) from error
 
     def close(self) -> None:
         """Let everything under way fail: gloo closes all connections of a group after one time-out."""
         for group in (self.group, self.sums):
-            if group is not None and group.size() > 1:
-                room, peer = torch.empty(1, dtype=torch.uint8), (group.rank() + 1) % group.size()
-                with contextlib.suppress(RuntimeError):
-                    work = group.recv([room], peer, TAGS - 1)  # type: ignore[union-attr]
-                    work.wait(timedelta(milliseconds=1))
+            if group is not None:
+                peers = (peer for peer in range(group.size()) if peer != group.rank())
+                any(_timed_out(group, peer) for peer in peers)  # those that are gone cannot be waited for
 
     def _add(self, request: AllReduce) -> Messages:
         assert self.sums is not None
@@ -110,8 +118,18 @@ class Gloo:
             values = host
         if values.numel():
             work = self.sums.allreduce([values])  # type: ignore[attr-defined]
-            messages.works.append((work, None, "came from"))
+            messages.works.append((work, only_other(self.ranks, self.group.rank()), "came from"))
         return messages
+
+
+def _timed_out(group: dist.ProcessGroup | dist.ProcessGroupGloo, peer: int) -> bool:
+    """Wait a moment for a message that nobody sends; whether that could be waited for."""
+    room = torch.empty(1, dtype=torch.uint8)
+    try:
+        group.recv([room], peer, TAGS - 1).wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
+    except RuntimeError as error:
+        return "imed out" in str(error)
+    return False
 
 
 Parcels = list[tuple[int, Tensor]]

@@ -1,16 +1,19 @@
 """Jobs on the ranks of a gloo group: blocking calls run in the caller's thread, others on the line's own."""
 
 import threading
+import time
 
 import torch
 import torch.distributed as dist
 
 from thinwire.clock import COMPUTE
 from thinwire.errors import CommError, Disagreement
+from thinwire.runtimes.deadline import within
 from thinwire.runtimes.gloo import Gloo, tag
-from thinwire.runtimes.group_line import GroupLine, reports, timeout_of
+from thinwire.runtimes.group_line import GroupLine, timeout_of
 from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, Timed, drive, run_alone
 from thinwire.runtimes.lane import Lane, Running
+from thinwire.runtimes.reports import Doing, Reports, reports
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, Buffers, Request
 
@@ -24,7 +27,8 @@ class GlooLine(GroupLine):
         super().__init__(group)
         self.transport = Gloo(group)
         self._pool: list[Buffers] = []
-        self._turn = threading.Lock()
+        self._turn, self._failing = threading.Lock(), threading.Lock()
+        self._told: Reports | None = None  #: what ranks were doing when a call failed
         self._lane = Lane(self._pool, self._failed, self.transport.close)
 
     def run(self, job: Job) -> None:
@@ -64,16 +68,18 @@ class GlooLine(GroupLine):
         try:
             drive(job, self._post(job, number), self._pool)
         except CommError as error:
-            self.broken = f"{job.call} failed on rank {self.rank}: {error}"
-            raise CommError(self.broken) from error
+            raise self.fail(str(job.call), error) from error
 
     def submit_apart(self, job: Job, number: int) -> Letter:
         """The same without waiting: it is under way when this returns."""
         self._check()
         flights = Flights(self._pool)
-        for piece, start in enumerate(job.starts()):
-            flights.launch(start, self._post(job, number), piece)
-        return Letter(job, flights)
+        try:
+            for piece, start in enumerate(job.starts()):
+                flights.launch(start, self._post(job, number), piece)
+        except CommError as error:
+            raise self.fail(str(job.call), error) from error
+        return Letter(job, flights, self.fail)
 
     def stop(self) -> None:
         self._lane.stop()
@@ -145,22 +151,56 @@ class GlooLine(GroupLine):
         if isinstance(error, Disagreement) or (running is not None and running.spares(error)):
             return error
         self._pool.clear()  # messages may still come into these
-        where = f"{running.job.call} failed on rank {self.rank}: " if running else ""
-        self.broken = f"{where}{error}"
-        if not isinstance(error, CommError):
-            return error
-        if running is not None:
-            mine = f"call {running.number}, {running.job.call}"
-            told = reports(self.group.get_group_store(), self.rank, self.world, mine)
-            self.broken = f"{where}{told.corrected(error)}{told}"
-        return CommError(self.broken)
+        call = str(running.job.call) if running else "a call"
+        if isinstance(error, CommError):
+            number, began = (running.number, running.began) if running else (0, None)
+            return self.fail(call, error, number, began)
+        self.broken = f"{call} failed on rank {self.ranks[self.rank]}: {error}"
+        return error
+
+    def _check(self) -> None:
+        if self.broken:
+            with self._failing:  # until it is known what all ranks were doing
+                pass
+        super()._check()
+
+    def fail(self, call: str, error: CommError, number: int = 0, began: float | None = None) -> CommError:
+        """The error to raise for a call that failed. When the first one does, ask what all ranks were doing.
+
+        Connections are closed once this rank has said what it was doing: ranks that wait for it, and not for
+        the one that is gone, then fail while the store is still there to tell them which that is.
+        """
+        where = f"{call} failed on rank {self.ranks[self.rank]}: "
+        self.broken = self.broken or f"{where}{error}"  # so that no call is begun while others are asked
+        with self._failing:
+            if self._told is None:
+                seconds = time.monotonic() - began if began is not None else None
+                mine = Doing(f"call {number}, {call}" if number else call, seconds)
+                store = self.group.get_group_store()
+                self._told = reports(store, self.rank, self.ranks, mine, self.transport.close)
+                self.broken = f"{where}{self._told.corrected(error)}{self._told}"
+            return CommError(f"{where}{self._told.corrected(error)}{self._told}")
 
 
 def _sums(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
-    """A second gloo group of the same ranks, found by way of the first one's store.
+    """A second gloo group of the same ranks, which find one another by way of the first one's store.
+
+    That may wait for the store for longer than the group's time-out, or for ever.
 
     Not `new_group` with local synchronization: that names a group after the number of groups a rank is in,
     so ranks that are in different numbers of them would wait for one another under different names.
     """
+    timeout = timeout_of(group, "cpu")
     store = dist.PrefixStore("thinwire/sums", group.get_group_store())  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group, "cpu"))
+
+    def make() -> dist.ProcessGroupGloo | str:
+        try:
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
+    late: dist.ProcessGroupGloo | str = "not all were there within the group's time-out"
+    made = within(timeout.total_seconds(), make, late)
+    if isinstance(made, str):
+        raise CommError(f"ranks could not connect for sums made by the network: {made}")
+    return made

@@ -10,25 +10,21 @@ import contextlib
 import hashlib
 import os
 import socket
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from thinwire.errors import CommError, Disagreement, ScheduleError
+from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import Plans
-from thinwire.runtimes.deadline import within
 from thinwire.runtimes.job import Call, Job, Plan
 from thinwire.runtimes.work import Letter, Work
 
 TEXT_NBYTES = 512  # of a call, when ranks tell one another what they do
-PATIENCE_S = 2.0  # for others' reports, after a failure
 HOSTS, TEXTS, CALLS = 29, 30, 31  # what ranks talk about
 FORKED = "this process was forked after the group was made; make the group in the child"
 
@@ -42,6 +38,7 @@ class GroupLine(abc.ABC):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.world = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)  #: global ranks, in the group's order
         self.number = 0  #: of the last call
         self.broken = ""  #: why no call can follow
         self.letters: dict[tuple[int, int], int] = {}  #: messages between two ranks so far
@@ -58,9 +55,11 @@ class GroupLine(abc.ABC):
     def submit(self, job: Job) -> Work:
         """Begin, and go on while the caller does something else."""
 
-    def replay(self, plan: Plan, vectors: Sequence[Tensor], result: object) -> Work | None:
+    def replay(
+        self, plan: Plan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+    ) -> Work | None:
         """Begin a call of a plan in a way that was kept from earlier ones; None: there is no such way."""
-        del plan, vectors, result
+        del plan, vectors, result, rng
         return None
 
     @abc.abstractmethod
@@ -93,11 +92,6 @@ class GroupLine(abc.ABC):
         """Whether it was made in this process, not in one that this was forked from."""
         return self._pid == os.getpid()
 
-    @property
-    def ranks(self) -> list[int]:
-        """Global ranks, in the group's order."""
-        return dist.get_process_group_ranks(self.group)
-
     def inside(self) -> int:
         """How many ranks a node has, if they follow one another and all nodes are alike."""
         if not self._inside:
@@ -105,24 +99,29 @@ class GroupLine(abc.ABC):
             try:
                 names = self._everyone(hashlib.blake2b(host, digest_size=16).digest(), self.number, HOSTS)
             except CommError as error:
-                self.broken = f"finding the nodes of a schedule failed on rank {self.rank}: {error}"
-                raise CommError(f"{self.broken}; do all ranks ask for the same schedule?") from error
-            count = names.count(names[0])
-            nodes = [names[i : i + count] for i in range(0, self.world, count)]
-            firsts = {node[0] for node in nodes}
-            if len(firsts) < len(nodes) or any(node != [node[0]] * count for node in nodes):
-                raise ScheduleError(
-                    "ranks of a node do not follow one another, or nodes differ in size; "
-                    "say how many ranks a node has, for example: hierarchical/4"
-                )
-            self._inside = count
+                said = self.fail("finding the nodes of an all_reduce of two levels", error)
+                raise CommError(f"{said}; do all ranks ask for the same schedule?") from error
+            self._inside = ranks_per_node(names)
         return self._inside
+
+    def check(self) -> None:
+        """Raise an error if no call can be made on this group any more."""
+        self._check()
 
     def _check(self) -> None:
         if not self.is_here:
             raise CommError(FORKED)
         if self.broken:
             raise CommError(f"no call can follow one that failed on this group: {self.broken}")
+
+    def fail(self, call: str, error: CommError, number: int = 0, began: float | None = None) -> CommError:
+        """The error to raise for a call that failed: no call can follow it on this group.
+
+        `number` is that of the call, and `began` the time at which this rank made it, if they are known.
+        """
+        del number, began
+        self.broken = f"{call} failed on rank {self.ranks[self.rank]}: {error}"
+        return CommError(self.broken)
 
     # Talk between ranks
 
@@ -137,7 +136,8 @@ class GroupLine(abc.ABC):
             self._known.add(call)
             return
         said = self._everyone(str(call).encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES), number, TEXTS)
-        calls = "; ".join(f"rank {rank} called {each.decode().strip()}" for rank, each in enumerate(said))
+        named = zip(self.ranks, said, strict=True)
+        calls = "; ".join(f"rank {rank} called {each.decode().strip()}" for rank, each in named)
         raise Disagreement(f"ranks disagree: {calls}")
 
     def compare(self, call: Call) -> None:
@@ -149,63 +149,10 @@ class GroupLine(abc.ABC):
         except Disagreement:
             raise
         except CommError as error:
-            self.broken = f"{call} failed on rank {self.rank}: {error}"
-            raise CommError(self.broken) from error
+            raise self.fail(str(call), error) from error
 
     def _greets(self, call: Call) -> bool:
         return self.world > 1 and (call not in self._known or checks_every_call())
-
-
-@dataclass(frozen=True)
-class Reports:
-    """What ranks say that they were doing, after a failure."""
-
-    mine: str
-    world: int
-    rank: int
-    found: Mapping[int, str] | None  #: by rank; None: there was nobody to ask
-
-    def __str__(self) -> str:
-        if self.found is None:
-            return f" (this rank was at {self.mine}; the group's store does not answer)"
-        said = [
-            f"rank {each} was at {'the same' if text == self.mine else text}"
-            for each, text in sorted(self.found.items())
-        ]
-        silent = [str(each) for each in range(self.world) if each not in self.found and each != self.rank]
-        if silent:
-            said.append(f"no word from rank {', '.join(silent)}")
-        return f" (this rank was at {self.mine}; {'; '.join(said)})"
-
-    def corrected(self, error: CommError) -> str:
-        """The error's words; a rank that closed its connections after a failure of its own is not gone."""
-        if error.peer is not None and error.gone and error.peer in (self.found or {}):
-            return f"rank {error.peer} gave up, as a call of its own had failed"
-        return str(error)
-
-
-def reports(store: Store, rank: int, world: int, mine: str) -> Reports:
-    """What all ranks say that they were doing, by way of a store: a text for an error.
-
-    The store may be on the very host that is gone, so this waits for it no longer than `PATIENCE_S`.
-    """
-    nobody: dict[int, str] | None = None
-    found = within(PATIENCE_S + 0.5, lambda: _asked(store, rank, world, mine), nobody)
-    return Reports(mine, world, rank, found)
-
-
-def _asked(store: Store, rank: int, world: int, mine: str) -> dict[int, str] | None:
-    found: dict[int, str] = {}
-    with contextlib.suppress(Exception):
-        store.set(f"thinwire/{rank}", mine)
-        end = time.monotonic() + PATIENCE_S
-        others = set(range(world)) - {rank}
-        while others - found.keys() and time.monotonic() < end:
-            for each in sorted(others - found.keys()):
-                if store.check([f"thinwire/{each}"]):
-                    found[each] = store.get(f"thinwire/{each}").decode()
-            time.sleep(0.05)
-    return found
 
 
 def checks_every_call() -> bool:
@@ -217,6 +164,18 @@ def timeout_of(group: dist.ProcessGroup, device: str) -> timedelta:
     """The group's time-out for tensors on a device."""
     options = group._get_backend(torch.device(device)).options
     return getattr(options, "_timeout", timedelta(minutes=30))
+
+
+def ranks_per_node(hosts: Sequence[bytes]) -> int:
+    """How many ranks a node has, from the host of every rank; nodes must be alike, their ranks adjacent."""
+    count = hosts.count(hosts[0])
+    nodes = [list(hosts[i : i + count]) for i in range(0, len(hosts), count)]
+    if len({node[0] for node in nodes}) < len(nodes) or any(node != [node[0]] * count for node in nodes):
+        raise ScheduleError(
+            "ranks of a node do not follow one another, or nodes differ in size; "
+            "say how many ranks a node has, for example: hierarchical/4"
+        )
+    return count
 
 
 def _machine() -> str:

@@ -44,7 +44,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Call:
-    """What all ranks must call alike."""
+    """What all ranks must call alike.
+
+    >>> print(Call("all_to_all", "int8/256", (), "float32"))
+    all_to_all of float32 elements with codec int8/256
+    """
 
     op: str
     codec: str
@@ -57,12 +61,11 @@ class Call:
     def __str__(self) -> str:
         if self.op == "attach":
             return f"attach of {self.codec}, {self.detail}"
-        numels = ", ".join(f"{each:,}" for each in self.numels[:4]) + (
-            ", ..." if len(self.numels) > 4 else ""
-        )
+        numels = [f"{each:,}" for each in self.numels[:4]] + ["..."] * (len(self.numels) > 4)
+        what = f"{', '.join(numels)} {self.dtype}".strip()  # all_to_all has no sizes that all ranks share
         how = f", schedule {self.schedule}" if self.schedule else ""
         more = f", {self.detail}" if self.detail else ""
-        return f"{self.op} of {numels} {self.dtype} elements with codec {self.codec}{how}{more}"
+        return f"{self.op} of {what} elements with codec {self.codec}{how}{more}"
 
     @property
     def digest(self) -> int:
@@ -84,6 +87,7 @@ class Job:
     clock: Clock | None = None  #: that counts the time it takes
     plan: "Plan | None" = None  #: that it is a step of
     vectors: Sequence[Tensor] = ()  #: of that step
+    rng: Stream | None = None  #: of that step, if it rounds at random
 
 
 def spans(
@@ -231,7 +235,7 @@ class Plan:
 
         agreement = agree() if self.agreement else None
         job = Job(self.call, starts, agreement, vectors[0].device, self.schedule.adds, clock=clock)
-        job.plan, job.vectors = self, vectors
+        job.plan, job.vectors, job.rng = self, vectors, rng if self.call.random else None
         return job
 
 
@@ -351,10 +355,6 @@ class Flights:
         flight.pending.wait()
         self._flying.popleft()
         return flight.owner, self._resume(flight)
-
-    def owners(self) -> list[object]:
-        """Of all pieces in flight."""
-        return [each.owner for each in self._flying]
 
     def _resume(self, flight: _Flight) -> bool:
         request = next(flight.steps, None)

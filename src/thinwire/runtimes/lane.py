@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,7 +24,7 @@ from thinwire.schedules import Buffers
 GRACE_S = 2.0  # for calls under way when the program ends
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A job that was handed over."""
 
@@ -35,6 +35,7 @@ class Running:
     talks: Callable[[], bool]  #: whether anything comes before its pieces
     alone: bool  #: whether nothing else may be in flight
     number: int  #: of the call
+    began: float = field(default_factory=time.monotonic)
     flying: int = 0
     sent: bool = False  #: whether any of its pieces is on its way
     ended: bool = False  #: whether all pieces have begun
@@ -79,6 +80,7 @@ class Lane:
         close: Callable[[], None],
     ):
         self._put = self._ended = 0
+        self._begun: list[Running] = []  #: what the thread has taken from the queue and not ended
         self._pool, self._failed, self._close = pool, failed, close
         self._queue: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -131,8 +133,7 @@ class Lane:
 
     def _serve(self) -> None:
         flights = InOrder(self._pool)
-        now: list[Running] = []  # the job whose pieces are being launched
-        offers = self._offers(flights, now)
+        offers = self._offers(flights)
         try:
             while True:
                 while not flights.full and (offer := next(offers)) is not None:
@@ -143,9 +144,9 @@ class Lane:
         except StopIteration:  # there will be no more jobs
             return
         except BaseException as error:  # noqa: BLE001
-            self._give_up(error, [*flights.owners(), *now])
+            self._give_up(error)
 
-    def _offers(self, flights: Flights, now: list[Running]) -> Iterator[Offer | None]:
+    def _offers(self, flights: Flights) -> Iterator[Offer | None]:
         """Pieces to launch, in order; None while there are none and others are in flight."""
         while True:
             if flights and self._queue.empty():
@@ -156,7 +157,7 @@ class Lane:
                 while flights:
                     self._resume(flights)
                 return
-            now[:] = [running]
+            self._begun.append(running)
             if running.alone or running.talks():
                 while flights:
                     self._resume(flights)
@@ -167,7 +168,6 @@ class Lane:
                 if running.work.is_completed():  # it was refused
                     break
             running.ended = True
-            now.clear()
             self._done(running)
 
     def _begins(self, running: Running) -> bool:
@@ -214,11 +214,13 @@ class Lane:
 
     def _end(self, running: Running, error: BaseException | None = None) -> None:
         self._ended += 1
+        if running in self._begun:
+            self._begun.remove(running)
         running.work.finish(error)
 
-    def _give_up(self, error: BaseException, owners: list[object]) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Everything under way fails, and everything that waits."""
-        known = [each for each in owners if isinstance(each, Running)]
+        known = list(self._begun)
         said = self._failed(error, known[0] if known else None)
         with self._door:
             self._over = said

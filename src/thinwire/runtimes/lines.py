@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.rounding import Stream
 from thinwire.runtimes import process_group
 from thinwire.runtimes.arguments import Place
 from thinwire.runtimes.job import Job, Plan
@@ -31,7 +32,9 @@ class Line(Place, Protocol):
     def ranks(self) -> list[int]:
         """Global ranks, in the group's order."""
 
-    def replay(self, plan: Plan, vectors: Sequence[Tensor], result: object) -> Work | None:
+    def replay(
+        self, plan: Plan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+    ) -> Work | None:
         """Begin a call of a plan in a way that was kept from earlier ones; None: there is no such way."""
 
     def run(self, job: Job) -> None: ...

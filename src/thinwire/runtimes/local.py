@@ -87,7 +87,7 @@ def all_reduce(
     tensor([1.5000, 1.5000, 1.5000])
     """
     world, number = len(tensors), next(_CALLS)
-    each = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
+    each = [codec] * world if isinstance(codec, AnyCodec) else list(codec)
     run(
         [
             all_reduce_job(listed(x), mine, op, schedule, Rank(rank, world, number, inside), name, rng)
@@ -118,7 +118,7 @@ def all_reduce_rows(
     """
     check(rows)
     world, number = len(rows[0]), next(_CALLS)
-    one = codec if isinstance(codec, str | Codec | Channel) else codec[0]
+    one = codec if isinstance(codec, AnyCodec) else codec[0]
     found = codec_of(channel_of(one))
     laid = [_Laid(each, *laid_out(found, tuple(each.shape[1:]))) for each in rows]
     plans = [schedule_of(schedule, each.codec, each.rows[0].numel(), world) for each in laid]
@@ -131,7 +131,7 @@ def all_reduce_rows(
         if plain and plan.of_rows:
             results.append(_of_rows(each, weight, plan))
             continue
-        codecs = [codec] * world if isinstance(codec, str | Codec | Channel) else list(codec)
+        codecs = [codec] * world if isinstance(codec, AnyCodec) else list(codec)
         jobs = [
             all_reduce_job([each.rows[rank]], mine, op, plan, Rank(rank, world, number, inside), name, rng)
             for rank, mine in enumerate(codecs)

@@ -185,9 +185,11 @@ class Line:
         """Ranks of the communicator, which are global to it."""
         return list(range(self.world))
 
-    def replay(self, plan: Plan, vectors: Sequence[Tensor], result: object) -> None:
+    def replay(
+        self, plan: Plan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+    ) -> None:
         """Nothing is kept from earlier calls."""
-        del plan, vectors, result
+        del plan, vectors, result, rng
 
     def submit(self, job: Job) -> Work:
         """Not over MPI, whose progress a second thread cannot be trusted with."""

@@ -9,7 +9,8 @@ replays and exchanges, with no Python between them but that list.
     recording   replay graph 0  | exchange | replay graph 1 | exchange | replay graph 2
 
 A graph has addresses in it: a recording is dropped when a residual, a buffer or the tensors are somewhere
-else. What rounds at random is not recorded, as a graph would repeat its random numbers.
+else. Random numbers have to come from memory, where every call puts seed, step and rank anew: what takes them
+from the host is not recorded, as a graph would repeat them.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.channel import Holding, MovedError
+from thinwire.rounding import Stream
 from thinwire.runtimes.job import Pending
 from thinwire.schedules import Buffers, Exchanges, Request
 from thinwire.schedules.exchange import fill
@@ -29,6 +31,18 @@ from thinwire.schedules.exchange import fill
 Op = Callable[[], object]
 AFTER = 2  #: calls with tensors in the same place before one is recorded
 MOST = 4  #: places of one call's tensors that are remembered
+
+
+@dataclass(frozen=True)
+class Unknown(Stream):
+    """The random stream of a call that is recorded: whoever asks for its numbers cannot be recorded."""
+
+    seed: int = None  # type: ignore[assignment]
+    step: int = None  # type: ignore[assignment]
+    rank: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,14 +27,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.channel import MovedError, opened
 from thinwire.clock import COMPUTE, WIRE, Clock, Mark, is_recording
 from thinwire.errors import CommError, is_refusal
+from thinwire.kernels.params import Draw
+from thinwire.rounding import Stream
 from thinwire.runtimes import streams
 from thinwire.runtimes.group_line import GroupLine, checks_every_call, timeout_of
 from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Plan, Post, Start, drive, run_alone
 from thinwire.runtimes.nccl import Nccl
-from thinwire.runtimes.recording import AFTER, MOST, Recorder, Recording
+from thinwire.runtimes.recording import AFTER, MOST, Recorder, Recording, Unknown
 from thinwire.runtimes.talk import Talk
 from thinwire.runtimes.watch import GRACE_S, Watch
 from thinwire.runtimes.work import Letter, StreamWork, Work
@@ -44,6 +47,7 @@ from thinwire.schedules.exchange import fill
 log = logging.getLogger(__name__)
 WINDOW = 2  #: pieces in flight, each with buffers of its own
 TOGETHER = 1 << 24  #: elements that travel together
+TO_EACH = 1 << 21  #: of them to each rank, where there are several: NCCL passes larger parts on more slowly
 RANDOM = (
     "{call} rounds at random, and a CUDA graph would repeat the same random numbers at every replay; "
     "record a codec that rounds to nearest, or call it outside of the graph"
@@ -54,8 +58,6 @@ NEW = "{call} is recorded into a CUDA graph before it was ever run; call it once
 class StreamLine(GroupLine):
     """The order of jobs on an NCCL group."""
 
-    together = TOGETHER
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
@@ -63,11 +65,13 @@ class StreamLine(GroupLine):
         timeout = timeout_of(group, "cuda")
         self._talk = Talk(group.get_group_store(), self.rank, self.world, timeout)
         self._watch = Watch(self._talk, self._alarm, group.abort)
+        self.together = TOGETHER if self.world <= 2 else min(TOGETHER, self.world * TO_EACH)
         self._pool = [Buffers(torch.cuda.Stream(self.device, priority=-1)) for _ in range(WINDOW)]
         self._apart: list[Buffers] = []
         self._turn = 0  #: which stream the next new call begins with
         self._sent = False  #: whether any piece of the last call is on its way
         self._recorder: Recorder | None = None  #: while a call is recorded
+        self._rng: Stream | None = None  #: of the call that is put on streams
         self._ready = torch.cuda.Event()
         self._met: dict[int, Call] = {}  #: calls of plans that are kept, by address
         group._get_backend(self.device)._set_default_timeout(timeout + timedelta(seconds=GRACE_S))
@@ -104,7 +108,9 @@ class StreamLine(GroupLine):
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self._pool, *self._apart))
 
-    def replay(self, plan: Plan, vectors: Sequence[Tensor], result: object) -> StreamWork | None:
+    def replay(
+        self, plan: Plan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+    ) -> StreamWork | None:
         """A call of a plan that is recorded, with nothing else to do; None if it must be made as a job."""
         clock = plan.items[0].channel.clock
         if (clock is not None and clock.samples) or is_recording(self.device) or checks_every_call():
@@ -114,6 +120,7 @@ class StreamLine(GroupLine):
             return None
         self._check()
         self.number += 1
+        self._rng = rng if plan.call.random else None
         work = self._launched(known.play, plan.call, result)
         if work.entry is not None:
             work.entry.held = vectors
@@ -123,6 +130,7 @@ class StreamLine(GroupLine):
         """All of a job onto the line's streams, behind what is on the current one."""
         self._check()
         self.number += 1
+        self._rng = job.rng
         recording = is_recording(job.device)
         if recording:
             self._check_recorded(job)
@@ -176,6 +184,7 @@ class StreamLine(GroupLine):
         pool = self._streams(job.plan)
         pieces = list(job.starts())
         first = self._begin(pool[0])
+        self._draw(pool[0])
         if job.agreement is not None:
             run_alone(job.agreement, post, AGREEMENT)
             self._do(functools.partial(self._ready.record, first))  # all pieces need it
@@ -198,6 +207,7 @@ class StreamLine(GroupLine):
             while flights.full:
                 flights.resume()
             self._begin(pool[0])
+            self._draw(pool[0])
             flights.launch(start, post, piece)
         while flights:
             flights.resume()
@@ -223,6 +233,16 @@ class StreamLine(GroupLine):
         self._enter(buffers)
         return stream
 
+    def _draw(self, buffers: Buffers) -> None:
+        """Put seed, step and rank of a call that rounds at random where its kernels read them."""
+        if self._rng is not None:
+            self._do(functools.partial(self._put_draw, buffers))
+
+    def _put_draw(self, buffers: Buffers) -> None:
+        rng = self._rng
+        assert rng is not None
+        buffers.draw_from(kernels.put_draw(Draw(rng.seed, rng.step, rng.rank), buffers.words, self.device))
+
     def _enter(self, buffers: Buffers) -> None:
         """Go on where these buffers are used."""
         if buffers.stream is not None:
@@ -239,7 +259,7 @@ class StreamLine(GroupLine):
     def _recorded(self, job: Job) -> Recording | None:
         """The recording of a call, made now if it was made often enough; None: it is to be run."""
         plan = job.plan
-        if plan is None or not plan.schedule.steady or job.call.random or self.world == 1:
+        if plan is None or not plan.schedule.steady or self.world == 1:
             return None
         if (job.clock is not None and job.clock.samples) or checks_every_call():
             return None
@@ -264,7 +284,7 @@ class StreamLine(GroupLine):
     def _record(self, plan: Plan, job: Job) -> Recording | None:
         """Run a call's generators without sending; None if something in them cannot be recorded."""
         self._recorder = recorder = Recorder(self.transport.prepare, self._pool)
-        dry = plan.job(job.vectors)
+        dry = plan.job(job.vectors, Unknown() if job.call.random else None)
         starts = [_staged(recorder, start) for start in dry.starts()]
         agreement = recorder.stages(dry.agreement) if dry.agreement is not None else None
         try:

@@ -12,11 +12,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from thinwire.errors import CommError
 from thinwire.runtimes.deadline import within
-from thinwire.runtimes.group_line import Reports, reports
+from thinwire.runtimes.reports import ANSWER_S, Doing, Reports, reports
 
 POLL_S = (0.0005, 0.02)  # between looks at the store, first and later
 ALARM = "thinwire/alarm"
-ANSWER_S = 1.0  # that a store has to answer
 
 
 class Talk:
@@ -55,7 +54,7 @@ class Talk:
         if broken():
             raise CommError(broken())
         self.alarm()
-        told = reports(self._second, self.rank, self.world, self.doing)
+        told = self.reports(self.doing)
         silent = ", ".join(str(rank) for rank in missing if rank != self.rank)
         raise CommError(f"rank {silent} did not make this call in time{told}")
 
@@ -78,4 +77,4 @@ class Talk:
 
     def reports(self, mine: str) -> Reports:
         """What everyone was doing."""
-        return reports(self._second, self.rank, self.world, mine)
+        return reports(self._second, self.rank, range(self.world), Doing(mine))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from thinwire.channel import Channel
-from thinwire.codecs import Codec
+from thinwire.codecs import AnySpec
 from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.rounding import Stream
@@ -44,7 +44,7 @@ class Trace:
 
 def trace(
     numel: int | Sequence[int],
-    codec: str | Codec,
+    codec: AnySpec,
     world: int,
     schedule: str | Schedule = "auto",
     *,

@@ -1,6 +1,7 @@
 """A call under way."""
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -96,18 +97,24 @@ class StreamWork(Work):
 class Letter:
     """A message under way between two ranks."""
 
-    def __init__(self, job: Job, flights: Flights) -> None:
-        self._job, self._flights = job, flights
+    def __init__(
+        self, job: Job, flights: Flights, fail: Callable[[str, CommError], CommError] | None = None
+    ) -> None:
+        self._job, self._flights, self._fail = job, flights, fail or _worded
         self._done = False
+        self._error: CommError | None = None
 
     def wait(self) -> bool:
         """Until it is sent, or has arrived and is decoded."""
-        while not self._done:
+        if self._error is not None:
+            raise self._error
+        if not self._done:
             try:
                 while self._flights:
                     self._flights.resume()
             except CommError as error:
-                raise CommError(f"{self._job.call} failed: {error}") from error
+                self._error = self._fail(str(self._job.call), error)
+                raise self._error from error
             if self._job.after is not None:
                 self._job.after()
             self._done = True
@@ -116,3 +123,7 @@ class Letter:
     def is_completed(self) -> bool:
         """Whether `wait` has returned."""
         return self._done
+
+
+def _worded(call: str, error: CommError) -> CommError:
+    return CommError(f"{call} failed: {error}")

@@ -17,7 +17,6 @@ A schedule is named by a spec: its name and, for some, an option.
     'the network cannot add int8/256 wires'
 """
 
-import difflib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.codecs import Block, Codec
-from thinwire.errors import ScheduleError
+from thinwire.errors import ScheduleError, unknown
 from thinwire.schedules import accumulate as _accumulate
 from thinwire.schedules.batch import Batch, Item
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
@@ -122,7 +121,7 @@ def _levels(option: str, refuses: Callable[[Codec], str], name: str) -> Schedule
     count, _, light = option.partition(":")
     inside = _number(count, name) if count else 0
     codec = codecs.get(light or "fp32")
-    if codec.needs_rng or codec.feedback or codec.agreement(1):
+    if codec.needs_rng or codec.feedback or codec.agreement(1) or codec.has_fixed_scale:
         raise ScheduleError(f"{name}: {codec.spec} cannot be used inside a node; use fp32, bf16 or int8/256")
     spec = name + (f"/{option}" if option else "")
     return Schedule(spec, apart(partial(hierarchical, light=codec)), refuses, inside)
@@ -188,9 +187,7 @@ _MAKERS: dict[str, Callable[[str], Schedule]] = {
 def _made(spec: str) -> Schedule:
     name, _, option = spec.partition("/")
     if name not in _MAKERS:
-        near = difflib.get_close_matches(name, _MAKERS, 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ScheduleError(f"no schedule is called '{name}'{hint} There are: auto, {', '.join(_MAKERS)}")
+        raise ScheduleError(unknown("schedule", name, ("auto", *_MAKERS), "`thinwire schedules` lists all"))
     return _MAKERS[name](option)
 
 

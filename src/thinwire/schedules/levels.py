@@ -22,7 +22,7 @@ from thinwire.schedules.batch import Agreed, Batch, Item
 from thinwire.schedules.exchange import AllGather, AllToAll, Exchanges, among
 from thinwire.schedules.reduce import one_shot, two_shot
 from thinwire.schedules.seat import Cut, Seat
-from thinwire.schedules.traits import feeds_back, is_sparse
+from thinwire.schedules.traits import feeds_back, is_sparse, taken_early
 from thinwire.schedules.use import Use
 
 FAR = -1  # buffers of the exchange between nodes
@@ -57,10 +57,10 @@ def hierarchical(x: Tensor, seat: Seat, light: Codec) -> Exchanges:
 def _between(shard: Tensor, seat: Seat, place: int, start: int) -> Exchanges:
     """The same place of every node.
 
-    A shared scale without room for sums takes the mean of a node, which is made a sum again by the weight.
+    A scale without room for sums takes the mean of a node, which is made a sum again by the weight.
     """
     nodes, codec, weight = seat.world // seat.inside, seat.codec, seat.weight
-    if seat.shared is not None and not codec.holds_sums:
+    if taken_early(codec, seat.inside, 1.0, shared=seat.shared is not None) != 1:
         shard *= 1.0 / seat.inside
         weight *= seat.inside
     items = [Item(shard.numel(), seat.channel, f"{seat.name}/far")] if shard.numel() else []

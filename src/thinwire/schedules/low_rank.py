@@ -7,7 +7,8 @@ adds, in the codec's dtype.
 
 All matrices of a batch travel together: their P in one exchange, their Q in another. Q and, with feedback,
 the error M - P Q' are kept in the channel: pass the same `Channel` at every step. Vectors, and matrices that
-would not shrink, are added up as they are, in the first exchange.
+would not shrink, are added up as they are, in the first exchange; in 16 bits, with feedback, what rounding
+leaves of a rank's numbers is its error. What the network loses when it adds in 16 bits is nobody's.
 """
 
 import functools
@@ -38,6 +39,7 @@ class Thin:
     matrices: list[tuple[Item, int, int]]  #: and their rows and columns
     others: list[Item]
     errors: Holding
+    left: Holding  #: of others, by rounding
     starts: Holding
     drawn: dict[torch.device, Tensor] = field(default_factory=dict)  #: random Q to start with
 
@@ -51,8 +53,10 @@ class Thin:
             else:
                 others.append(item)
         errors = tuple((f"{item.name}/error", (rows, columns)) for item, rows, columns in matrices)
+        left = tuple((f"{item.name}/error", (item.numel,)) for item in others)
         starts = tuple((f"{item.name}/q", (columns, rank)) for item, _, columns in matrices)
-        return cls(rank, matrices, others, Holding(errors, as_is=True), Holding(starts, as_is=True))
+        held = [Holding(each, as_is=True) for each in (errors, left, starts)]
+        return cls(rank, matrices, others, held[0], held[1], held[2])
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -120,7 +124,7 @@ class _Step:
         """P = M Q, where M has what earlier steps did not send; other tensors as they are."""
         if self.use.is_meta:
             return
-        world, weight = self.use.batch.world, self.use.batch.weight
+        world = self.use.batch.world
         if self.ms and self.codec.feedback:
             errors = self.thin.errors.open(self.thin.matrices[0][0].channel, self.use.device)
             self.errors = _views(errors, [m.shape for m in self.ms])
@@ -132,8 +136,22 @@ class _Step:
             self.first[: self.first.numel() - self.tail.numel()] /= world
         if self.others:
             torch._foreach_copy_(self._rows(), self.others)
-            if self.codec.torch_dtype != torch.float32:  # so that a sum of 16-bit numbers does not overflow
-                self.tail *= weight
+            if self.codec.torch_dtype != torch.float32:
+                self._round_others()
+
+    def _round_others(self) -> None:
+        """Weigh them first, so that a 16-bit sum does not overflow; with feedback, keep what is left."""
+        weight, left = self.use.batch.weight, None
+        if self.codec.feedback:
+            left = self.thin.left.open(self.thin.others[0].channel, self.use.device)
+            self.tail += left
+            left.copy_(self.tail)
+        self.tail *= weight
+        if left is not None:
+            sent = self._sent(self.first)[-left.numel() :]
+            sent.copy_(self.tail)
+            left.add_(sent, alpha=-1.0 / weight)
+            torch.nan_to_num_(left, 0.0, 0.0, 0.0)
 
     def take_others(self) -> None:
         if self.use.is_meta or not self.others:
@@ -177,10 +195,14 @@ class _Step:
         if self.codec.torch_dtype == torch.float32:
             yield AllReduce(values)
             return
-        sent = self.use.buffer("sent", values.numel(), self.codec.torch_dtype)
+        sent = self._sent(values)
         sent.copy_(values)
         yield AllReduce(sent)
         values.copy_(sent)
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """Room for numbers in the codec's dtype."""
+        return self.use.buffer("sent", values.numel(), self.codec.torch_dtype)
 
 
 def _views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

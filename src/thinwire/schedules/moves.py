@@ -60,9 +60,13 @@ def all_to_all(parts: Sequence[Tensor], outs: Sequence[Tensor], seat: Seat) -> E
 
 
 def compare_sizes(
-    parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, world: int, device: torch.device
+    parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, ranks: Sequence[int], device: torch.device
 ) -> Exchanges:
-    """That everyone has room for what is sent to it, before anything is; ranks talk on `device`."""
+    """That every rank has room for what is sent to it, before anything is; ranks talk on `device`.
+
+    `rank` is this one's place in the group, and `ranks` are the names of all.
+    """
+    world = len(ranks)
     sizes = torch.zeros((world, 2, world), dtype=torch.int64, device=device)
     sizes[rank, 0] = torch.tensor([part.numel() for part in parts])
     sizes[rank, 1] = torch.tensor([out.numel() for out in outs])
@@ -73,7 +77,7 @@ def compare_sizes(
     if len(wrong):
         one, other = wrong[0].tolist()
         raise Disagreement(
-            f"all_to_all: rank {one} sends {sizes[one, 0, other]} elements to rank {other}, "
+            f"all_to_all: rank {ranks[one]} sends {sizes[one, 0, other]} elements to rank {ranks[other]}, "
             f"which has room for {sizes[other, 1, one]}"
         )
 

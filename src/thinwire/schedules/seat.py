@@ -106,6 +106,15 @@ class Buffers:
         self._whole = whole
         self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._parts: dict[int, Buffers] = {}
+        self._words: Tensor | None = None
+
+    @property
+    def words(self) -> Tensor | None:
+        """Where a runtime puts the numbers of a call's random stream, if it does (see `Draw`)."""
+        return self._words if self._whole is None else self._whole.words
+
+    def draw_from(self, words: Tensor) -> None:
+        self._words = words
 
     def part(self, number: int) -> "Buffers":
         """Other memory, for the next tensor of a bucket."""
@@ -166,15 +175,12 @@ class Seat:
 
     @property
     def early(self) -> float:
-        """The part of the weight that goes in before anything is encoded again; `late` is the rest.
-
-        All of it, but what goes under a shared scale has to fit there, whatever the weight.
-        """
-        return self.weight if self.shared is None else taken_early(self.codec, self.world)
+        """The part of the weight that goes in before anything is encoded again; `late` is the rest."""
+        return taken_early(self.codec, self.world, self.weight, shared=self.shared is not None)
 
     @property
     def late(self) -> float:
-        return 1.0 if self.shared is None else self.weight / self.early
+        return self.weight / self.early
 
     def cut(self, numel: int) -> Cut:
         return Cut(self.codec, numel, self.world)

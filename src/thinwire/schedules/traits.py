@@ -22,13 +22,16 @@ def feeds_back(codec: Codec) -> bool:
     return bool(codec.feedback) and not (isinstance(codec, Cast) and codec.torch_dtype == torch.float32)
 
 
-def taken_early(codec: Codec, world: int) -> float:
-    """By what a sum is multiplied before it is encoded with a scale that ranks agreed on.
+def taken_early(codec: Codec, world: int, weight: float, *, shared: bool) -> float:
+    """By what a sum is multiplied before it is encoded again, out of a `weight` that it is multiplied by.
 
-    A scale with room for the sum takes it as it is. Any other fits what every rank has, and so their mean:
-    that is what is encoded then, also on the way to a sum.
+    By all of it, where a scale follows from what is encoded. A scale that ranks agreed on (`shared`), or that
+    is fixed, fits what every rank has, and so their mean: that is what is encoded then, also on the way to a
+    sum. Only an agreed scale with room for the sum takes it as it is.
     """
-    return 1.0 if codec.holds_sums else 1.0 / world
+    if not shared and not codec.has_fixed_scale:
+        return weight
+    return 1.0 if shared and codec.holds_sums else 1.0 / world
 
 
 def is_bound(codec: Codec) -> bool:

@@ -95,18 +95,18 @@ class Use:
 
     def reduce(self, legs: Legs, wires: Tensor, stride: int, out: Tensor) -> None:
         """Of every segment, all ranks' wires to the wire of their sum."""
-        world, weight = self.batch.world, self.batch.weight
+        world = self.batch.world
 
         def call(rows: Rows, residual: Tensor | None) -> Run | None:
             if not rows.codec.reduces_segments:
                 return None
-            return rows.codec.reducer(wires, out, rows.segments, weight, world, stride, residual)
+            early = self._early(rows)
+            return rows.codec.reducer(wires, out, rows.segments, early, world, stride, residual)
 
         for rows in self._run("reduce", legs, call):
             codec, shared = rows.codec, self._shares(rows)
-            early = taken_early(codec, world) if shared else weight
             total = self.buffer("total", rows.segments.numel, torch.float32)
-            codec.decode_segments(wires, total, rows.segments, early, world, stride)
+            codec.decode_segments(wires, total, rows.segments, self._early(rows), world, stride)
             if not codec.feedback and not shared:
                 total += 0.0  # as a sum that began with zero: no negative zeros
             self._encode(rows, total, out)
@@ -115,11 +115,12 @@ class Use:
         """Every segment from its wire."""
 
         def call(rows: Rows, _: Tensor | None) -> Run:
-            return rows.codec.decoder(wires, self.vectors[rows.vector], rows.segments, 1.0, 1, 0)
+            late = self.batch.weight / self._early(rows)
+            return rows.codec.decoder(wires, self.vectors[rows.vector], rows.segments, late, 1, 0)
 
         for rows in self._run("decode", legs, call, held=False):
-            weight = self.batch.weight / taken_early(rows.codec, self.batch.world)  # of a shared scale
-            rows.codec.decode_segments(wires, self.vectors[rows.vector], rows.segments, weight)
+            late = self.batch.weight / self._early(rows)
+            rows.codec.decode_segments(wires, self.vectors[rows.vector], rows.segments, late)
 
     def add_up(self, legs: Legs, wires: Tensor, stride: int) -> None:
         """Of every segment, the weighted sum of all ranks' wires, in the order of ranks."""
@@ -172,6 +173,9 @@ class Use:
         if clock is not None:
             clock.stop(ENCODE, began)
 
+    def _early(self, rows: Rows) -> float:
+        return taken_early(rows.codec, self.batch.world, self.batch.weight, shared=self._shares(rows))
+
     def _shares(self, rows: Rows) -> bool:
         return self.shared is not None and bool(rows.places)
 
@@ -179,7 +183,7 @@ class Use:
         if not rows.codec.needs_rng:
             return None
         assert self.rng is not None
-        return Draw(self.rng.seed, self.rng.step, self.rng.rank)
+        return Draw(self.rng.seed, self.rng.step, self.rng.rank, self.buffers.words)
 
     def _open(self, rows: Rows) -> Tensor | None:
         if rows.holding is None:

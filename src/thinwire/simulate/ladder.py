@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thinwire.errors import FormatError, InputError
 from thinwire.integrations.ladder import diversity
+from thinwire.simulate import state_checks
 from thinwire.simulate.stages import Stages
 
 SPECS = ("int8~fit~sr", "int12~fit~sr", "int14~fit~sr", "int16~fit~sr", "fp32")
@@ -122,10 +123,28 @@ class Climb:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The way back."""
+        """The way back; nothing is changed if the state does not fit."""
+        found = state_checks.check(state, "Climb", {**NUMBERS, "seen": "list"})
+        if found["level"] >= len(self.rungs.levels):
+            raise InputError(
+                f"the state is of level {found['level']}; this ladder has {len(self.rungs.levels)}"
+            )
+        shapes: dict[str, tuple[int, ...]] = {}
+        for each in found["seen"]:
+            if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
+                raise state_checks.damaged("Climb", "seen is not a list of gradients by name")
+            for name, x in each.items():
+                state_checks.check_tensor("Climb", f"the gradient of {name}", x, shapes.get(name))
+                shapes[name] = tuple(x.shape)
         for name in NUMBERS:
-            setattr(self, name, state[name])
-        self._seen = [{name: x.clone() for name, x in each.items()} for each in state["seen"]]
+            setattr(self, name, found[name])
+        self._seen = [{name: x.clone() for name, x in each.items()} for each in found["seen"]]
 
 
-NUMBERS = ("level", "largest", "violations", "last")
+#: What is kept besides gradients, and of what kind it is.
+NUMBERS = {
+    "level": state_checks.COUNT,
+    "largest": state_checks.NUMBER,
+    "violations": state_checks.COUNT,
+    "last": state_checks.NUMBER,
+}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import InputError
+from thinwire.simulate import state_checks
 
 NONE, STATIC, DYNAMIC = "none", "static", "dynamic"
 LARGEST = 2.0**127  #: in float32
@@ -113,13 +114,27 @@ class LossScale:
         return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The way back, into a scale of the same kind."""
-        if state["kind"] != self.kind:
+        """The way back, into a scale of the same kind; nothing is changed if the state does not fit."""
+        found = state_checks.check(state, "LossScale", STATE)
+        if found["kind"] != self.kind:
             raise InputError(
-                f"saved by a loss scale of kind {state['kind']}; make one of that, not {self.kind}"
+                f"saved by a loss scale of kind {found['kind']}; make one of that, not {self.kind}"
             )
+        if not 0 < found["scale"] <= LARGEST:
+            raise state_checks.damaged(
+                "LossScale", f"scale is {found['scale']}, not above 0 and at most 2**127"
+            )
+        if max(found["good"], found["skipped"]) > found["steps"]:
+            raise state_checks.damaged("LossScale", "more steps were good, or left out, than there were")
         for name in STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, found[name])
 
 
-STATE = ("kind", "scale", "steps", "good", "skipped")
+#: What is kept, and of what kind it is.
+STATE = {
+    "kind": state_checks.TEXT,
+    "scale": state_checks.NUMBER,
+    "steps": state_checks.COUNT,
+    "good": state_checks.COUNT,
+    "skipped": state_checks.COUNT,
+}

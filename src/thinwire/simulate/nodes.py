@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire import codecs
 from thinwire.channel import Channel
+from thinwire.codecs import AnySpec
 from thinwire.errors import InputError
 from thinwire.integrations.state import debt
 from thinwire.policy import LADDER, NOOP, Policy, Rule, Tensorlike, describe
@@ -28,6 +29,7 @@ from thinwire.rounding import Stream
 from thinwire.runtimes import local
 from thinwire.runtimes.trace import trace
 from thinwire.schedules.choose import choose
+from thinwire.simulate import state_checks
 from thinwire.simulate.layers import Simulated
 from thinwire.simulate.quantizer import Quantizer
 
@@ -65,16 +67,16 @@ class Nodes:
     no node used has a gradient of zeros then, as in DDP. One node alone sends nothing: its gradients are
     float32, whatever the wire.
 
-    `wire` is a codec's spec for all tensors, or a `thinwire.Policy` (`thinwire.policy.get("int8")` for a
-    recipe), in which case tensors go as its rules say and `schedule` is not used. A codec with memory has one
-    for every node.
+    `wire` is a codec for all tensors (a spec, a `Codec`, a `Format`), or a `thinwire.Policy`
+    (`thinwire.policy.get("int8")` for a recipe), in which case tensors go as its rules say and `schedule` is
+    not used. A codec with memory has one for every node.
     """
 
     def __init__(
         self,
         model: nn.Module,
         nodes: int,
-        wire: str | Policy = "fp32",
+        wire: AnySpec | Policy = "fp32",
         schedule: str = "auto",
         *,
         seed: int = 0,
@@ -200,13 +202,8 @@ class Nodes:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken; nothing is changed if it does not fit."""
-        channels = {}
-        for spec, nodes in state["channels"].items():
-            self._check_count(len(nodes))
-            channels[spec] = [Channel(spec) for _ in nodes]
-            for channel, held in zip(channels[spec], nodes, strict=True):
-                channel.load_state_dict(held)
-        before = {name: (codec, schedule) for name, (codec, schedule) in state.get("routes", {}).items()}
+        shapes = {tensor.name: tensor.shape for tensor in self._tensors}
+        channels, before = state_checks.check_nodes(state, self.count, shapes)
         self.step, self.epoch, self.channels, self._before = state["step"], state["epoch"], channels, before
 
     # How it is done
@@ -356,10 +353,6 @@ class Nodes:
                     f"{name} is a batch normalisation that tracks statistics, which nodes that are computed "
                     "together cannot; use together=1, or group normalisation"
                 )
-
-    def _check_count(self, count: int) -> None:
-        if count != self.count:
-            raise InputError(f"the state is of {count} nodes, these are {self.count}")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -30,13 +30,12 @@ Precision(posit12_2)
 Precision(fixed2.14~sr)
 """
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from thinwire.errors import FormatError
+from thinwire.errors import FormatError, unknown
 from thinwire.formats import Format
 from thinwire.simulate.gemm import Arithmetic
 from thinwire.simulate.precision import Precision
@@ -110,7 +109,7 @@ def get(spec: "str | Recipe | Stages") -> Recipe:
 
     >>> get("bf17")
     Traceback (most recent call last):
-    thinwire.errors.FormatError: no recipe is called 'bf17'; near: bf16, ...
+    thinwire.errors.FormatError: unknown recipe 'bf17'; did you mean 'bf16'? (...)
     """
     if isinstance(spec, Recipe):
         return spec
@@ -128,12 +127,8 @@ def get(spec: "str | Recipe | Stages") -> Recipe:
     try:
         return Recipe(spec, Stages.uniform(spec))
     except FormatError as error:
-        near = difflib.get_close_matches(spec, (*RECIPES, *EXAMPLES), n=3, cutoff=0.5)
-        hint = f"near: {', '.join(near)}; " if near else ""
-        raise FormatError(
-            f"no recipe is called '{spec}'; {hint}recipes: {', '.join((*RECIPES, *FAMILIES))}; "
-            f"and it is no precision: {error}"
-        ) from None
+        listing = f"recipes: {', '.join((*RECIPES, *FAMILIES))}; and it is no precision: {error}"
+        raise FormatError(unknown("recipe", spec, (*RECIPES, *EXAMPLES), listing)) from None
 
 
 def _gupta(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire import codecs
+from thinwire.codecs import AnySpec
 from thinwire.errors import InputError, ThinwireError
 from thinwire.policy import LADDER, Policy, Rule
 from thinwire.simulate.gemm import known_extent
@@ -36,7 +37,7 @@ def obstacle(
     device: torch.device,
     model: nn.Module,
     loss: object = None,
-    wire: str | Policy = "fp32",
+    wire: AnySpec | Policy = "fp32",
     schedule: str = "auto",
 ) -> str | None:
     """Why steps cannot be recorded, or None.
@@ -226,7 +227,7 @@ def check(
     device: torch.device,
     model: nn.Module,
     loss: object,
-    wire: str | Policy,
+    wire: AnySpec | Policy,
     schedule: str = "auto",
 ) -> None:
     """Complain if steps should be recorded and cannot be."""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import codecs
-from thinwire.codecs import Codec
+from thinwire.codecs import AnySpec, Codec
 from thinwire.errors import CodecError, InputError
 from thinwire.rounding import Stream
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def round_trip(x: Tensor, codec: Codec | str, rng: Stream | None = None) -> Tensor:
+def round_trip(x: Tensor, codec: AnySpec, rng: Stream | None = None) -> Tensor:
     """What arrives of a tensor that is sent with a codec.
 
     >>> round_trip(torch.tensor([0.1, 1.0]), "int4")
@@ -37,9 +37,7 @@ def round_trip(x: Tensor, codec: Codec | str, rng: Stream | None = None) -> Tens
     return found.decode(wire, flat.numel()).view(x.shape).to(x.dtype)
 
 
-def gradients_(
-    parameters: Iterable[nn.Parameter], codec: Codec | str, *, seed: int = 0, step: int = 0
-) -> None:
+def gradients_(parameters: Iterable[nn.Parameter], codec: AnySpec, *, seed: int = 0, step: int = 0) -> None:
     """Replace gradients by what arrives of them: data parallelism with every gradient sent."""
     for place, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -65,7 +63,7 @@ class Through:
         return round_trip(x, self.codec, Stream(self.seed, step=call, tensor=what))
 
 
-def attach(model: nn.Module, codec: Codec | str, *, seed: int = 0) -> Through:
+def attach(model: nn.Module, codec: AnySpec, *, seed: int = 0) -> Through:
     """Let what comes into every linear or convolutional layer but the first pass through a codec.
 
     On the way back the error with respect to it does, too. So the output layer's own results stay as they

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from thinwire import data as sets
+from thinwire.codecs import AnySpec
 from thinwire.data import Images
 from thinwire.errors import InputError
 from thinwire.policy import Policy
@@ -100,7 +101,7 @@ def train(  # noqa: PLR0913
     *,
     tests: Images | tuple[Tensor, Tensor] | None = None,
     nodes: int = 1,
-    wire: str | Policy = "fp32",
+    wire: AnySpec | Policy = "fp32",
     schedule: str = "auto",
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
@@ -153,7 +154,8 @@ def train(  # noqa: PLR0913
             x = augment(x, draw) if augment else x
             found = backward(x, y, scale=scaling.scale)
             if pure == GRADIENTS:
-                through.gradients_(model.parameters(), str(wire), seed=seed, step=step)
+                assert not isinstance(wire, Policy)
+                through.gradients_(model.parameters(), wire, seed=seed, step=step)
             for group, rate in zip(made.param_groups, rates, strict=True):
                 group["lr"] = rate * plan.share(step)
             finite = scaling.kind == NONE or scaling.unscale_(each.grad for each in model.parameters())
@@ -353,13 +355,17 @@ def _scaling(given: LossScale | float | str | None) -> LossScale:
 
 
 @contextlib.contextmanager
-def _piped(model: nn.Module, pure: str | None, wire: str | Policy, nodes: int, seed: int) -> Iterator[None]:
+def _piped(
+    model: nn.Module, pure: str | None, wire: AnySpec | Policy, nodes: int, seed: int
+) -> Iterator[None]:
     """In which activations and errors go through a codec, if that is asked for."""
     if pure not in (None, GRADIENTS, ACTIVATIONS):
         raise InputError(f"pure is '{GRADIENTS}' or '{ACTIVATIONS}', not '{pure}'")
-    if pure and (nodes != 1 or not isinstance(wire, str)):
-        raise InputError(f"pure='{pure}' is for one node and a codec's spec; leave out nodes")
-    pipe = through.attach(model, str(wire), seed=seed) if pure == ACTIVATIONS else None
+    if pure and (nodes != 1 or isinstance(wire, Policy)):
+        raise InputError(f"pure='{pure}' is for one node and one codec; leave out nodes, and give no policy")
+    pipe = None
+    if pure == ACTIVATIONS and not isinstance(wire, Policy):
+        pipe = through.attach(model, wire, seed=seed)
     try:
         yield
     finally:

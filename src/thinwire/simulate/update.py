@@ -16,8 +16,8 @@ the seed, the number of the step and the parameter's name, not on the rank: repl
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 from thinwire.errors import FormatError, InputError
 from thinwire.formats import Format
 from thinwire.rounding import Stream
+from thinwire.simulate import state_checks
 from thinwire.simulate.counters import Counters
 from thinwire.simulate.precision import Precision
 
@@ -65,6 +66,8 @@ class Rounded(Optimizer):
     counters: Counters | None = None
     #: Whether nothing but tensors and options decides what a step does, if nothing is random.
     repeatable = False
+    #: What is kept of every parameter, and the option with which it is; None: a subclass that does not say.
+    parts: ClassVar[Mapping[str, str | None] | None] = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], kept: Kept) -> None:
         if unknown := [name for name in kept if name not in Kept.__annotations__]:
@@ -169,9 +172,12 @@ class Rounded(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The way back, into an optimizer of the same precisions."""
-        groups = [{**LATER, **group} for group in state_dict["param_groups"]]
-        for group, own in zip(groups, self.param_groups, strict=False):
+        """The way back, into an optimizer of the same precisions; nothing is changed if it does not fit."""
+        what = type(self).__name__
+        found = state_checks.check(state_dict, what, {"state": "dict", "param_groups": "list"})
+        state_checks.check_groups(what, found["param_groups"], self.param_groups)
+        groups = [{**LATER, **group} for group in found["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=True):
             for name in (*PRECISIONS, "update"):
                 is_now = own[name].spec if name in PRECISIONS else own[name]
                 if group.get(name) != is_now:
@@ -180,7 +186,11 @@ class Rounded(Optimizer):
                         f"saved with {name}={saved!r}; make the optimizer so, not with {is_now!r}"
                     )
                 group[name] = own[name]
-        held = _copied(state_dict["state"])  # torch would go on with the caller's tensors
+            options = [name for name in self.defaults if name not in (*PRECISIONS, "update")]
+            state_checks.check_options(what, group, own, options)
+        if self.parts is not None:
+            state_checks.check_parts(what, found["state"], groups, self.param_groups, self.parts)
+        held = _copied(found["state"])  # torch would go on with the caller's tensors
         super().load_state_dict({**state_dict, "state": held, "param_groups": groups})
 
 
@@ -207,6 +217,7 @@ class SGD(Rounded):
     """
 
     repeatable = True
+    parts: ClassVar = {"momentum": "momentum"}
 
     def __init__(
         self,
@@ -249,6 +260,7 @@ class RMSprop(Rounded):
     """
 
     repeatable = True
+    parts: ClassVar = {"square": None, "momentum": "momentum"}
 
     def __init__(
         self,
@@ -288,6 +300,8 @@ class Adam(Rounded):
     >>> w.data
     tensor([0.8984])
     """
+
+    parts: ClassVar = {"mean": None, "square": None}
 
     def __init__(
         self,

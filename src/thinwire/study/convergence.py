@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire.bench import machine
-from thinwire.errors import InputError
+from thinwire.errors import InputError, unknown
 from thinwire.study.record import Record, Trial
 from thinwire.study.run import LOOPBACK
 from thinwire.study.statistics import Estimate, differences, estimate
@@ -78,7 +78,7 @@ def trials(
 ) -> list[Trial]:
     """One seed after another, float32 first."""
     if data not in SETTINGS:
-        raise InputError(f"no setting is known for '{data}'; use one of: {', '.join(SETTINGS)}")
+        raise InputError(unknown("data set of this study", data, SETTINGS))
     if seeds < 2:
         raise InputError("one seed has no spread; use two or more, better five")
     how = SETTINGS[data]

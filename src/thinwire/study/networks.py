@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import InputError
+from thinwire.errors import InputError, unknown
 
 Shape = tuple[int, ...]  #: channels, height, width; of a text, bytes
 GROUPS = 8
@@ -38,13 +38,19 @@ DEVIATION = 0.02  #: of the first weights of GPT-2
 
 def get(name: str, shape: Shape, classes: int) -> nn.Module:
     """A network by its name, for examples of this shape; its weights come from torch's global generator."""
+    check(name, shape)
+    return NETWORKS[name](shape, classes)
+
+
+def check(name: str, shape: Shape) -> None:
+    """Whether there is such a network for examples of this shape; an error says which there are."""
     if name not in NETWORKS:
-        raise InputError(f"there is no network '{name}'; use one of: {', '.join(NETWORKS)}")
-    if (name in TEXTS) != (len(shape) == 1):
-        fit = [each for each in NETWORKS if (each in TEXTS) == (len(shape) == 1)]
+        raise InputError(unknown("network", name, NETWORKS))
+    is_text = len(shape) < 2
+    if (name in TEXTS) != is_text:
+        fit = [each for each in NETWORKS if (each in TEXTS) == is_text]
         kind = "texts" if name in TEXTS else "images"
         raise InputError(f"the network '{name}' is for {kind}; this data takes one of: {', '.join(fit)}")
-    return NETWORKS[name](shape, classes)
 
 
 def optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:

@@ -5,6 +5,10 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from thinwire.files import check_fields
+
+PLAIN = "plain"  #: a codec's name for DDP without thinwire
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -59,6 +63,38 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A recipe that `auto` weighed."""
+
+    codec: str
+    predicted_step_s: float
+    sent_nbytes: float
+    error: float | None
+    allowed: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What pages show of `Record.choice`, which holds more."""
+
+    chosen: str
+    predicted_step_s: float | None
+    candidates: tuple[Candidate, ...]
+    measured_step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The parts of `Record.environment` that hold others."""
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    package: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    lab: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Record:
     """What came of a trial, as rank 0 saw it."""
 
@@ -85,9 +121,15 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
-        """The way back."""
-        data = json.loads(text)
-        data["trial"] = Trial(**data["trial"])
-        data["points"] = tuple(Point(**each) for each in data["points"])
-        data["layers"] = tuple(Layer(**each) for each in data["layers"])
+        """The way back; a ValueError or TypeError if this is no record, or a value has another type."""
+        data = check_fields(cls, json.loads(text))
+        data["trial"] = Trial(**check_fields(Trial, data["trial"]))
+        data["points"] = tuple(Point(**check_fields(Point, each)) for each in data["points"])
+        data["layers"] = tuple(Layer(**check_fields(Layer, each)) for each in data["layers"])
+        if not data["points"]:
+            raise ValueError("it has no points")
+        if data.get("choice"):
+            for each in check_fields(Choice, data["choice"])["candidates"]:
+                check_fields(Candidate, each)
+        check_fields(Environment, data.get("environment", {}))
         return cls(**data)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from thinwire import data, policy
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Run, Session
-from thinwire.study.record import Record, Trial
+from thinwire.study import networks
+from thinwire.study.record import PLAIN, Record, Trial
 from thinwire.study.store import Store
 
 LOOPBACK = "loopback"
@@ -51,8 +53,7 @@ def run(
         here = [trial for trial in missing if _place(trial) == place]
         hosts, link, device = place
         command = [*worker, json.dumps([asdict(trial) for trial in here])]
-        loopback = link == LOOPBACK
-        with Lab(hosts=hosts, link=None if loopback else link, loopback=loopback, device=device) as lab:
+        with Lab(hosts=hosts, link=link, device=device) as lab:
             done = _follow(lab.start(command, echo=False), here, store, tell)
         if not done.ok:
             raise LabError(f"{hosts} hosts on {link}: {_failure(done)}")
@@ -61,6 +62,13 @@ def run(
     if lost:
         raise LabError(f"the workers ended well, but gave no record of {len(lost)} trials, first: {lost[0]}")
     return [record for record in found if record is not None]
+
+
+def check(trial: Trial) -> None:
+    """Refuse names that nothing has before any rank is started."""
+    networks.check(trial.network, data.get(trial.data).shape)
+    if trial.codec not in (PLAIN, "auto"):
+        policy.get(trial.codec)
 
 
 def _place(trial: Trial) -> tuple[int, str, str]:

@@ -86,11 +86,11 @@ class Store:
 
     def _read(self, key: str, written: str, digest: str) -> Record:
         """A record as it was put: SQLite itself would not notice other bytes in a text."""
-        if _digest(written) != digest:
+        if not isinstance(written, str) or _digest(written) != digest:
             raise sqlite3.DatabaseError(f"record {key} has changed since it was written")
         try:
             return Record.from_json(written)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ThinwireError(
                 f"record {key} in {self.path} cannot be read ({_one_line(error)}); "
                 "use the thinwire that wrote it, or name another file"

@@ -34,11 +34,10 @@ from thinwire.errors import InputError
 from thinwire.integrations import Wire, attach
 from thinwire.runtimes.trace import trace
 from thinwire.study import networks
-from thinwire.study.record import Layer, Point, Record, Trial
+from thinwire.study.record import PLAIN, Layer, Point, Record, Trial
 from thinwire.study.run import FAILED, RECORD, STEP, command
 
 Examples = data.Images | data.Text
-PLAIN = "plain"  #: a codec's name for DDP without thinwire
 POINTS = 20  #: of a curve
 EVALUATIONS = 4  #: of them with an accuracy, the last among them
 AT_ONCE = 500  #: examples of an evaluation

@@ -12,7 +12,6 @@ initialised and can be trained.
     torch.Size([4096, 9216])
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from thinwire.errors import InputError
+from thinwire.errors import InputError, unknown
 from thinwire.zoo import inception, recurrent, resnet, transformer, vision
 
 __all__ = ["MODELS", "Entry", "get", "shapes"]
@@ -92,9 +91,7 @@ class _Undrawn(TorchFunctionMode):
 def get(name: str, device: str | torch.device = "meta") -> nn.Module:
     """The network of that name, new, on that device. On the meta device it has shapes and no storage."""
     if not isinstance(name, str) or name not in MODELS:
-        near = difflib.get_close_matches(str(name), MODELS, n=3, cutoff=0.4)
-        hint = f"near names: {', '.join(near)}; " if near else ""
-        raise InputError(f"no network is called '{name}'; {hint}all names: {', '.join(MODELS)}")
+        raise InputError(unknown("network", name, MODELS))
     with torch.device(device), _Undrawn():
         return MODELS[name].build()
 

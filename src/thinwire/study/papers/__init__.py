@@ -4,7 +4,7 @@ Every reproduction is data: tables of arms and claims about them (`paper.py`). O
 (`run.py`), another says what came of it (`judge.py`).
 """
 
-from thinwire.errors import InputError
+from thinwire.errors import InputError, unknown
 from thinwire.study.papers import aps, bfloat16, dettmers, gupta, mogami, positnn
 from thinwire.study.papers.paper import FULL, PREFIX, QUICK, Arm, Claim, Paper, Table
 
@@ -22,5 +22,5 @@ def get(name: str) -> Paper:
     'Gupta'
     """
     if name not in PAPERS:
-        raise InputError(f"there is no reproduction '{name}'; use one of: {', '.join(PAPERS)}")
+        raise InputError(unknown("reproduction", name, PAPERS, "`thinwire simulate` lists all"))
     return PAPERS[name]

@@ -8,7 +8,7 @@ FIXED = ("static8", "mantissa8")
 
 
 def _arm(title: str, spec: str, pure: str) -> Arm:
-    offset = "~offset-1" if spec in FIXED and pure == "gradients" else ""
+    offset = ("~offset-1" if pure == "gradients" else "~offset0") if spec in FIXED else ""
     way = "data" if pure == "gradients" else "model"
     return Arm(f"{title}, {way} parallel", spec + offset, pure=pure)
 

@@ -13,6 +13,8 @@ FULL, QUICK = "full", "quick"
 BASE = "fp32"
 LATER = ("summed",)  #: came after records were made: said only where they are set
 CHANGED = {"mogami": "sums in chunks"}  #: recipes that came to mean something else
+#: Codecs by what records call them: `static8` alone once meant a scale of 1.
+BEFORE = {f"{name}~offset0": name for name in ("static8", "mantissa8")}
 UNSAID = ("title", "arms", "seeds", "confidence", "base", "chance")  #: do not decide what comes of a trial
 
 
@@ -76,7 +78,8 @@ class Table:
             if each.name not in UNSAID and (each.name not in LATER or getattr(self, each.name))
         ]
         changed = [CHANGED[name] for name in CHANGED if arm.recipe.startswith(name)]
-        return hashlib.sha256(repr((said, replace(arm, paper=None), *changed)).encode()).hexdigest()[:8]
+        known = replace(arm, paper=None, wire=BEFORE.get(arm.wire, arm.wire))
+        return hashlib.sha256(repr((said, known, *changed)).encode()).hexdigest()[:8]
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)

@@ -1,0 +1,58 @@
+"""The thread on which calls go on: wherever one fails, whoever waits for it is told."""
+
+import pytest
+import torch
+
+from thinwire.errors import CommError
+from thinwire.runtimes.job import Call, Job
+from thinwire.runtimes.lane import Lane, Running
+from thinwire.runtimes.work import Work
+
+CPU = torch.device("cpu")
+PLACES = "begin", "first post", "first wait", "later post", "later wait", "after"
+
+
+class Sent:
+    """An exchange under way."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def wait(self):
+        fail(self.fails)
+
+
+def fail(now):
+    if now:
+        raise CommError("the other rank is gone")
+
+
+def running(fails, number):
+    """A call of two exchanges that fails at one place."""
+
+    def post(request, piece, exchange):
+        del request, piece
+        when = "later" if exchange else "first"
+        fail(fails == f"{when} post")
+        return Sent(fails == f"{when} wait")
+
+    job = Job(Call("all_reduce", "fp32", (9,), "float32"), lambda: iter([lambda _: iter(range(2))]))
+    job.after = lambda: fail(fails == "after")
+    begin = lambda: fail(fails == "begin")  # noqa: E731
+    return Running(job, Work(None, CPU), post, begin, lambda: False, False, number)
+
+
+@pytest.mark.parametrize("fails", PLACES)
+def test_a_call_that_fails_anywhere_ends_and_so_does_the_one_behind_it(fails):
+    told = []
+    lane = Lane([], lambda error, whose: told.append(whose) or error, lambda: None)
+    calls = running("", 0), running(fails, 1), running("", 2)
+    lane.put(calls[0])
+    assert calls[0].work.wait(10)
+    for each in calls[1:]:
+        lane.put(each)
+    for each in calls[1:]:
+        with pytest.raises(CommError, match="the other rank is gone"):
+            each.work.wait(10)
+    assert told == [calls[1]]
+    assert lane.idle

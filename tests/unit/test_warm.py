@@ -1,0 +1,53 @@
+"""What `attach` loads before the first step: which loops, and the line that says so if it takes long.
+
+That no step has to load any is checked on real ranks, by every recipe in `tests/groups/ddp_program.py`.
+"""
+
+import threading
+
+import pytest
+import torch
+
+from thinwire import policy
+from thinwire.integrations import warm
+from thinwire.integrations.routes import Route
+from thinwire.policy import LADDER, Ladder, Policy, Rule, Tensorlike
+
+CPU = torch.device("cpu")
+TENSORS = [Tensorlike("w", "weight", (300, 400)), Tensorlike("b", "bias", (400,))]
+
+
+def test_every_way_in_which_a_tensor_travels_is_used_once():
+    assert warm.routes([policy.get("int8")], TENSORS, 4) == {Route("int8/256", "two_shot")}
+    assert warm.routes([policy.get("fp32")], TENSORS, 4) == set()
+    several = warm.routes([policy.get(name) for name in ("int8", "powersgd")], TENSORS, 4)
+    assert several == {Route("int8/256", "two_shot"), Route("fp32+ef", "low_rank/4")}
+
+
+def test_all_levels_of_a_ladder_and_schedules_of_two_levels_are_among_them():
+    climbing = Policy("climbs", (Rule(LADDER, "hierarchical/8"),), Ladder(("int4/128+ef", "int8/256+ef")))
+    assert warm.routes([climbing], TENSORS, 64) == {
+        Route("int4/128+ef", "two_shot"),
+        Route("int8/256+ef", "two_shot"),
+    }
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_line_says_so_if_it_takes_long(slow, monkeypatch):
+    said, told = [], threading.Event()
+    monkeypatch.setattr(warm, "PATIENCE_S", 0.0 if slow else 60.0)
+
+    def say(line):
+        said.append(line)
+        told.set()
+
+    with warm.patience(say, CPU):
+        assert not slow or told.wait(30)
+    assert [line.startswith("thinwire: loading loops, or compiling") for line in said] == [True] * slow
+
+
+def test_what_auto_looks_at_is_used_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(warm.Auditor, "see", lambda self, tensors: seen.append((self.recipes, len(tensors))))
+    warm.warm([], CPU, seen.append, audit=("int8", "onebit"))
+    assert seen == [(("int8", "onebit"), 1)] * 2
