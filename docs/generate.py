@@ -34,6 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_CODECS = (
     "int8/256", "int4/128", "e4m3fn/128", "tree8/4096", "nf4/64", "mxfp4", "qsgd4/512", "onebit/64+ef",
 )  # fmt: skip
+SHOWN_METHODS = ("torch-bf16", "torch-powersgd", "int8", "int4", "onebit", "powersgd", "auto")
 SHOWN = ("float8_e4m3fn", "float8_e5m2", "int8", "posit8_1", "dynamic_tree", "bnb_dynamic", "nf4")
 
 
@@ -222,12 +223,34 @@ def convergence_table() -> str:
     return f"{head}\n\n{table(list(convergence.HEADER), rows)}\n\n{convergence.NOTE}"
 
 
-def training_tables() -> str:
-    record = result("training", "cpu")
+def training_tables(device: str) -> str:
+    record = result("training", device)
     parts = [f"{made(record)}."]
+    if device == "cuda":
+        parts = [f"{where_trained(record)}."]
     for title, header, rows in training_bench.tables(record):
         parts.append(f"#### {title}\n\n" + table(list(header), [list(row) for row in rows]))
     return "\n\n".join(parts)
+
+
+def where_trained(record: dict[str, Any]) -> str:
+    """The GPU that all hosts share, and when and by which commits cells were measured."""
+    cells = record["cells"]
+    commits = ", ".join(f"`{each}`" for each in dict.fromkeys(cell["commit"] for cell in cells))
+    return f"one {record['machine']['gpu']} for all hosts, {record['date'][:10]}, commit {commits}"
+
+
+def training_summary() -> str:
+    """How much faster than plain DDP, on hosts that share a GPU."""
+    record = result("training", "cuda")
+    rows = []
+    for cell in record["cells"]:
+        faster = {row["method"]: f"{row['ratio_to_plain']:.1f}x" for row in cell["rows"]}
+        plain = next(row for row in cell["rows"] if row["method"] == training_bench.PLAIN)
+        place = f"{cell['network']}, {cell['hosts']} hosts, {cell['link']}"
+        rows.append([place, f"{plain['step_s'] * 1e3:.0f} ms", *(faster[method] for method in SHOWN_METHODS)])
+    header = ["faster than plain DDP", "its step", *(f"`{method}`" for method in SHOWN_METHODS)]
+    return f"Over NCCL, {where_trained(record)}:\n\n{table(header, rows)}"
 
 
 def reproduction(name: str) -> str:
@@ -288,7 +311,9 @@ PARTS = {
     "demo": demo_table,
     "simulate-bench": simulate_tables,
     "convergence": convergence_table,
-    "training": training_tables,
+    "training": partial(training_tables, "cpu"),
+    "training-cuda": partial(training_tables, "cuda"),
+    "training-summary": training_summary,
     "schedules": schedule_list,
     "collectives": collective_summary,
     "collective-speed": lambda: collective_tables("cpu"),
