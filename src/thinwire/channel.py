@@ -12,30 +12,33 @@ sent again and again. After `wire = channel.encode(x, slot)`
 holds exactly where the codec's arithmetic is exact, and otherwise to one rounding of float32 in the
 larger of the two (see `Channel.encode`). A residual kept in fewer bits loses the rounding of that format.
 
-Schedules encode many slots in one call. A `Holding` keeps the residuals of these slots in one flat tensor;
-the channel's residuals are then views of it, under the same names.
+A `thinwire.holding.Holding` keeps the residuals of several slots in one flat tensor; the channel's residuals
+are then views of it, under the same names.
 """
 
-import contextlib
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from thinwire import codecs
+from thinwire import codecs, slots
 from thinwire.clock import ENCODE, Clock
 from thinwire.codecs import AnySpec, Codec
 from thinwire.errors import InputError
-from thinwire.kernels.params import Segments
 from thinwire.rounding import Stream
 
 #: Slots that may be in float32 whatever the feedback's dtype: those of `low_rank` are.
-AS_IS = ("/q", "/error")
+AS_IS = (f"/{slots.START}", f"/{slots.ERROR}")
 #: The codec in which a residual waits, by the feedback's dtype.
 STORES = {"bfloat16": "bf16", "int8": "int8/256"}
+
+
+class Flat(Protocol):
+    """Whatever keeps residuals of several slots in one tensor."""
+
+    flat: Tensor | None
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Channel:
     residuals: dict[str, Tensor] = field(default_factory=dict)  #: float32, or wires of the store's codec
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of what each slot sends
     clock: Clock | None = field(default=None, repr=False, compare=False)  #: that counts time spent here
-    _holdings: dict[str, "Holding"] = field(default_factory=dict, repr=False, compare=False)  #: by slot
+    _holdings: dict[str, Flat] = field(default_factory=dict, repr=False, compare=False)  #: by slot
     #: Elements that a call has sent under a name, the same on all ranks.
     _sizes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -164,7 +167,7 @@ class Channel:
 
     def _slots(self, name: str) -> list[str]:
         """Those of a name: `name` itself, `name/...` and `name[...`."""
-        return [slot for slot in self.residuals if _is_of(slot, name)]
+        return [slot for slot in self.residuals if slots.is_of(slot, name)]
 
     def owed(self, name: str) -> dict[str, Tensor]:
         """What slots of a name owe: `name` itself, `name/...` and `name[...`; not where PowerSGD starts."""
@@ -173,7 +176,7 @@ class Channel:
         return {
             slot: self._held(slot)
             for slot in self._slots(name)
-            if self.residuals[slot].numel() and slot[-2:] != "/q"
+            if self.residuals[slot].numel() and not slot.endswith(f"/{slots.START}")
         }
 
     def largest_owed(self, name: str) -> Tensor | None:
@@ -199,12 +202,17 @@ class Channel:
             self.residuals.pop(slot, None)
             self.shapes.pop(slot, None)
             self._release([slot])
-            for key in [key for key in self._sizes if _is_of(slot, key[1])]:
+            for key in [key for key in self._sizes if slots.is_of(slot, key[1])]:
                 del self._sizes[key]
 
-    def _release(self, slots: list[str]) -> None:
+    def forget_name(self, name: str) -> None:
+        """Drop what all slots of a name owe: `name` itself, `name/...` and `name[...`."""
+        for slot in self._slots(name):
+            self.forget(slot)
+
+    def _release(self, names: list[str]) -> None:
         """Let holdings of these slots look for their residuals again, at their next use."""
-        for slot in slots:
+        for slot in names:
             holding = self._holdings.pop(slot, None)
             if holding is not None:
                 holding.flat = None
@@ -283,118 +291,5 @@ class Channel:
             raise InputError(f"the state is damaged: '{slot}' is not finite")
 
 
-def _is_of(slot: str, name: str) -> bool:
-    """Whether a slot is of a name, and not of one that begins alike: fc1/sent is of fc1, fc10/sent is not."""
-    return slot == name or slot.startswith((f"{name}/", f"{name}["))
-
-
 def _counted(sizes: tuple[int, ...]) -> str:
     return " + ".join(f"{size:,}" for size in sizes[:4]) + (" + ..." if len(sizes) > 4 else "")
-
-
-#: While a runtime records a call: the holdings that it opened.
-OPENED: "list[Holding] | None" = None
-
-
-class MovedError(Exception):
-    """What is recorded would not be what is done in every step."""
-
-
-@contextlib.contextmanager
-def opened() -> "Iterator[list[Holding]]":
-    """The holdings that are opened meanwhile; one that has to gather its residuals first is `MovedError`."""
-    global OPENED
-    OPENED = []
-    try:
-        yield OPENED
-    finally:
-        OPENED = None
-
-
-@dataclass
-class Holding:
-    """The residuals of several slots of a channel, one after another in one flat tensor.
-
-    Of codecs that keep them in float32 it is used as it is; others decode it before and encode it after use.
-    """
-
-    slots: tuple[tuple[str, tuple[int, ...]], ...]  #: names and shapes
-    as_is: bool = False  #: in float32, whatever the channel's residuals are kept in
-    flat: Tensor | None = None  #: float32, or wires of the store's codec
-    _segments: Segments | None = None  #: of the store's codec
-
-    @property
-    def numel(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.slots)
-
-    def _store(self, channel: Channel) -> Codec | None:
-        return None if self.as_is else channel._store
-
-    def open(self, channel: Channel, device: torch.device, scratch: Tensor | None = None) -> Tensor:
-        """Float32 residuals of all slots; changes are kept by `close`. `scratch` is room for decoded ones."""
-        if self.flat is None or self.flat.device != device:
-            if OPENED is not None:
-                raise MovedError("residuals are somewhere else than in the call before")
-            self._gather(channel, device)
-        assert self.flat is not None
-        if OPENED is not None:
-            OPENED.append(self)
-        store = self._store(channel)
-        if store is None:
-            return self.flat
-        found = torch.empty(self.numel, device=device) if scratch is None else scratch
-        assert self._segments is not None
-        store.decode_segments(self.flat, found, self._segments)
-        return found
-
-    def prepare(self, channel: Channel, device: torch.device) -> None:
-        """What may be refused of `open`, before anything is sent; a recording finds it out by itself."""
-        if OPENED is None and (self.flat is None or self.flat.device != device):
-            self._gather(channel, device)
-
-    def close(self, channel: Channel, found: Tensor) -> None:
-        """Keep what `open` gave."""
-        store = self._store(channel)
-        if store is not None:
-            assert self.flat is not None
-            assert self._segments is not None
-            store.encode_segments(found, self.flat, self._segments)
-
-    def _gather(self, channel: Channel, device: torch.device) -> None:
-        """Take over what the slots owe so far; nothing, if they were never used."""
-        for slot, shape in self.slots:  # first, so that nothing is changed if one does not fit
-            if slot in channel.residuals:
-                channel.check_shape(slot, shape)
-        store = self._store(channel)
-        if store is None:
-            flat = torch.zeros(self.numel, device=device)
-        else:
-            self._segments = _stored(store, self.slots)
-            flat = torch.zeros(
-                sum(plan.nbytes for plan in self._segments.plans), dtype=torch.uint8, device=device
-            )
-            store.encode_segments(torch.zeros(self.numel, device=device), flat, self._segments)
-        at = 0
-        for slot, shape in self.slots:
-            rows, width = shape[:-1], shape[-1] if store is None else store.nbytes(shape[-1])
-            end = at + math.prod(rows) * width
-            view, at = flat[at:end].view(*rows, width), end
-            held = channel.residuals.get(slot)
-            if held is not None:
-                view.copy_(held.view(view.shape))
-            channel._release([slot])
-            channel.residuals[slot], channel.shapes[slot], channel._holdings[slot] = view, shape, self
-        self.flat = flat
-
-
-def _stored(store: Codec, slots: tuple[tuple[str, tuple[int, ...]], ...]) -> Segments:
-    """Where every row of every slot lies, in float32 and in wires of the store's codec."""
-    numels = [shape[-1] for _, shape in slots for _ in range(math.prod(shape[:-1]))]
-    starts, wires, at, byte = [], [], 0, 0
-    for numel in numels:
-        starts.append(at)
-        wires.append(byte)
-        at, byte = at + numel, byte + store.nbytes(numel)
-    nothing = (0,) * len(numels)
-    plans = tuple(store.plan(numel) for numel in numels)
-    return Segments(plans, tuple(starts), tuple(wires), nothing, nothing, nothing)

@@ -42,6 +42,7 @@ from thinwire.codecs.portable import Portable
 from thinwire.errors import PolicyError, UnknownCodecError, unknown
 from thinwire.files import check_fields
 from thinwire.formats import Format
+from thinwire.tables import print_table
 
 SMALL = 10_000  #: elements under which a tensor is not worth encoding
 NOOP = "noop"  #: the policy that sends nothing
@@ -224,16 +225,15 @@ class Policy:
 
     def show(self, model: nn.Module, step: int = 0, epoch: int = 0) -> None:
         """Print `explain` as a table."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("tensor", "role", "shape", "codec", "schedule", "bytes", "rule", box=box.SIMPLE_HEAD)
-        for row in self.explain(model, step, epoch):
-            cells = (row[key] for key in ("name", "role", "shape", "codec", "schedule", "wire_nbytes"))
-            table.add_row(*map(str, cells), row["rule"] + (f" ({row['why']})" if row["why"] else ""))
-        console = Console()
-        Console(width=console.width if console.is_terminal else 160).print(table)
+        header = ("tensor", "role", "shape", "codec", "schedule", "bytes", "rule")
+        rows = [
+            (
+                row["name"], row["role"], " x ".join(map(str, row["shape"])), row["codec"], row["schedule"],
+                f"{row['wire_nbytes']:,}", row["rule"] + (f" ({row['why']})" if row["why"] else ""),
+            )
+            for row in self.explain(model, step, epoch)
+        ]  # fmt: skip
+        print_table("", header, rows, right=(5,))
 
     def to_toml(self) -> str:
         """The policy as a file that `load` reads."""

@@ -47,14 +47,14 @@ def trained(kind, recorded, recipe="fp32", halves=False, **settings):
     [
         ("mlp", {}),
         ("cnn", {"nodes": 4, "together": 4}),
-        ("cnn", {"nodes": 16, "together": 16, "wire": "aps/e4m3", "schedule": CHAIN}),
-        ("cnn", {"nodes": 16, "together": 4, "wire": "aps/e4m3", "schedule": "accumulate/4"}),
-        ("cnn", {"nodes": 4, "wire": "aps/e4m3", "schedule": "accumulate/tree"}),
-        ("cnn", {"nodes": 4, "wire": "e4m3~offset0", "schedule": f"{CHAIN}+kahan", "loss_scale": 0.25}),
-        ("cnn", {"nodes": 4, "wire": "e4m3~offset0", "schedule": CHAIN, "loss_scale": "dynamic"}),
-        ("cnn", {"nodes": 4, "wire": MIXED, "together": 4}),
-        ("mlp", {"wire": "tree8", "pure": "activations"}),
-        ("mlp", {"wire": "linear8", "pure": "gradients"}),
+        ("cnn", {"nodes": 16, "together": 16, "codec": "aps/e4m3", "schedule": CHAIN}),
+        ("cnn", {"nodes": 16, "together": 4, "codec": "aps/e4m3", "schedule": "accumulate/4"}),
+        ("cnn", {"nodes": 4, "codec": "aps/e4m3", "schedule": "accumulate/tree"}),
+        ("cnn", {"nodes": 4, "codec": "e4m3~offset0", "schedule": f"{CHAIN}+kahan", "loss_scale": 0.25}),
+        ("cnn", {"nodes": 4, "codec": "e4m3~offset0", "schedule": CHAIN, "loss_scale": "dynamic"}),
+        ("cnn", {"nodes": 4, "codec": MIXED, "together": 4}),
+        ("mlp", {"codec": "tree8", "pure": "activations"}),
+        ("mlp", {"codec": "linear8", "pure": "gradients"}),
         ("cnn", {"recipe": "positnn/F8B8G8O12L12+quire", "halves": True}),
         ("cnn", {"recipe": "positnn/9", "halves": True}),
         ("cnn", {"recipe": "gupta/4.12+exact", "halves": True}),
@@ -74,7 +74,7 @@ def test_what_rounds_at_random_cannot_be_recorded():
     with pytest.raises(InputError, match="rounds at random"):
         trained("mlp", True, recipe="gupta/4.12~sr+exact")
     with pytest.raises(InputError, match="rounds at random"):
-        trained("mlp", True, nodes=2, wire="qsgd4")
+        trained("mlp", True, nodes=2, codec="qsgd4")
 
 
 @pytest.mark.parametrize("name", ["posit8_2", "posit5_2", "fixed4.12", "float8_e4m3fn"])

@@ -104,7 +104,7 @@ def test_many_nodes_train(together):
     net = nn.Sequential(
         nn.Conv2d(1, 8, 3, 1, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 4)
     )
-    options = {"nodes": 16, "wire": "aps/e4m3", "schedule": "accumulate/4", "steps": 60, "batch": 8}
+    options = {"nodes": 16, "codec": "aps/e4m3", "schedule": "accumulate/4", "steps": 60, "batch": 8}
     done = simulate.train(net, (x, y), device="cuda", together=together, **options)
     assert done.accuracy > 0.8
     assert next(net.parameters()).is_cuda

@@ -75,6 +75,8 @@ def checks(world, full=False):
     found = {}
     for i, (spec, codec) in enumerate(grid(world, CODECS if full else COVERING)):
         found[f"{spec} {codec}"] = functools.partial(bits, spec, codec, waits=bool(i % 2))
+    for codec in () if full or world == 1 else CODECS:
+        found[f"auto {codec}"] = functools.partial(bits, "auto", codec, waits=False)
     for i, spec in enumerate(dict.fromkeys(specs(world))):
         codec = served(spec)
         for shape in ((0,), (1,), (7,)):

@@ -6,6 +6,7 @@ Every block has a process of its own in which nothing of thinwire is loaded, an 
 namespace. A line is written for each: where it stands, and what went wrong ("" if nothing).
 """
 
+import ast
 import contextlib
 import doctest
 import io
@@ -35,6 +36,10 @@ def blocks(path):
 def run(text, where):
     """What went wrong in a block."""
     said = io.StringIO()
+    if ">>>" not in text and all(
+        isinstance(each, ast.Import | ast.ImportFrom) for each in ast.parse(text).body
+    ):
+        return "it only imports: comments are no example"
     try:
         with contextlib.redirect_stdout(said):
             if ">>>" not in text:

@@ -143,6 +143,8 @@ def test_what_a_name_owes_is_not_what_names_owe_that_begin_alike():
     assert most < channel.largest_owed("fc10")
     assert channel.owed("nobody") == {}
     assert channel.largest_owed("nobody") is None
+    channel.forget_name("fc1")
+    assert list(channel.residuals) == slots[5:]
 
 
 def test_two_channels_of_one_codec_owe_apart():

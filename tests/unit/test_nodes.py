@@ -147,6 +147,7 @@ SHAPED = [
     for schedule in ("auto", "one_shot", "two_shot", "ring", "tree", "sparse")
     if schedule == "auto" or serves(schedule, spec, (24, 40))
 ]
+SHAPED += [(codec.with_feedback("").spec, "auto") for codec in CODECS.values()]
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 512])

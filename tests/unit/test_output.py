@@ -11,11 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from thinwire import cli, codecs, formats, policy, report
+from thinwire import cli, codecs, formats, policy, report, tables
 from thinwire.bench import machine, training
 from thinwire.cli import output
 from thinwire.codecs import CODECS
 from thinwire.errors import DataError, InputError, LabError, PolicyError, ThinwireError
+from thinwire.integrations import summary
 from thinwire.study import demo
 from thinwire.study.store import Store, _digest
 
@@ -128,7 +129,7 @@ def test_names_of_records_cannot_steer_a_terminal(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert not {each for each in done.output if each != "\n" and not each.isprintable()}
     assert "\\x1b]0;mine\\x07\\x1b[2J[bold red]x[/nosuch]\\u202e:smile:" in done.output.replace("\n", "")
-    assert "\\x1b" in output.plain(refused("report", "--study", EVIL, kind=ThinwireError))
+    assert "\\x1b" in tables.plain(refused("report", "--study", EVIL, kind=ThinwireError))
 
 
 def test_errors_of_the_script_are_shown_without_escape_sequences(monkeypatch, capsys):
@@ -235,6 +236,10 @@ def test_a_policy_file_of_wrong_types_is_refused_in_words(tmp_path, text, said):
         (("study", "run", "--data", "sotu", "--network", "mlp"), "the network 'mlp' is for images"),
         (("study", "convergence", "--codec", "itn8"), "unknown recipe or codec 'itn8'; did you mean 'int8'"),
         (("study", "convergence", "--data", "sotu"), "unknown data set of this study 'sotu'; there are"),
+        (
+            ("bench", "collectives", "--codec", "itn8", "--link", "loopback"),
+            "unknown codec 'itn8'; did you mean 'int8'?",
+        ),
         (("simulate", "mogmai"), "unknown reproduction 'mogmai'; did you mean 'mogami'"),
     ],
 )
@@ -274,7 +279,7 @@ def test_no_number_or_name_is_broken_on_a_narrow_terminal(arguments, width, monk
                 store.put(each)
     wide = invoke(*arguments)
     assert wide.exit_code == 0, wide.output
-    monkeypatch.setattr(output, "screen_width", lambda _stderr=False: width)
+    monkeypatch.setenv("COLUMNS", str(width))
     narrow = invoke(*arguments)
     words = set(narrow.stdout.split())
     lost = {word for word in wide.stdout.split() if not set(word) <= {"─"}} - words
@@ -290,18 +295,76 @@ def test_no_number_or_name_is_broken_on_a_narrow_terminal(arguments, width, monk
 
 def test_a_table_that_fits_is_one_table(monkeypatch, capsys):
     rows = [("int8/256", "8.125", "one two three"), ("x", "1.5", "")]
-    output.print_table("title", ("spec", "bits", "a text"), rows, right=(1,))
+    tables.print_table("title", ("spec", "bits", "a text"), rows, right=(1,))
     assert len([line for line in capsys.readouterr().out.splitlines() if "spec" in line]) == 1
-    monkeypatch.setattr(output, "screen_width", lambda _stderr=False: 16)
-    output.print_table("title", ("spec", "bits", "a text"), rows, right=(1,))
+    monkeypatch.setenv("COLUMNS", str(16))
+    tables.print_table("title", ("spec", "bits", "a text"), rows, right=(1,))
     assert len([line for line in capsys.readouterr().out.splitlines() if "spec" in line]) == 2
-    output.print_table("title", ("spec", "bits", "a text"), [("a" * 15, "8.125", "b")], right=(1,))
+    tables.print_table("title", ("spec", "bits", "a text"), [("a" * 15, "8.125", "b")], right=(1,))
     assert capsys.readouterr().out.splitlines()[2:] == [
         f"spec    {'a' * 15}",
         "bits    8.125",
         "a text  b",
         "",
     ]
+
+
+def test_long_cells_of_a_list_are_folded_between_words(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(42))
+    text = "a sentence of many words that does not fit beside its label"
+    tables.print_table("a title", ("claim", "found"), [("c" * 30, text)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 42
+    assert " ".join(" ".join(lines).split()) == f"a title claim {'c' * 30} found {text}"
+
+
+def test_saved_results_fit_a_narrow_terminal(monkeypatch, capsys):
+    """Those with the longest texts: claims of papers."""
+    from thinwire.cli.simulate import print_result
+
+    monkeypatch.setenv("COLUMNS", str(80))
+    for saved in (Path(__file__).parents[2] / "benchmarks" / "results").glob("simulate-[abdgmp]*.json"):
+        print_result(json.loads(saved.read_text()))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 100
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_summaries_and_policies_break_no_number_on_a_narrow_terminal(monkeypatch, capsys, width):
+    net = torch.nn.ModuleDict({"encoder": torch.nn.TransformerEncoderLayer(64, 4, 128)})
+    net.register_parameter("w[/b]", torch.nn.Parameter(torch.zeros(3)))
+    layer = {"codec": "topk/0.01~int8/256+ef", "schedule": "two_shot", "numel": 12_345_678, "error": 0.0123}
+    layer |= {"wire_nbytes": 9_876_543, "snr_db": 12.3, "true_error": 0.045, "residual_norm": 1.5}
+    stats = {
+        "label": "auto -> int4", "since": None, "steps": 99, "sent_nbytes": 5e6, "fp32_nbytes": 1e9,
+        "step_s": 0.1234, "usual_s": {"encode": 0.001, "wait": 0.002}, "overlap": 0.5, "auto": None,
+        "uncompressed": {"tensors": 7, "share_of_bytes": 0.01, "why": {"too small to be worth it": 7}},
+        "layers": {f"encoder.layers.{n}.self_attn.in_proj_weight": layer for n in range(25)},
+    }  # fmt: skip
+    monkeypatch.setenv("COLUMNS", str(width))
+    policy.get("int4").show(net)
+    summary.print_summary(stats)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("encoder.self_attn.in_proj_weight", "w[/b]", "int4/128", "12,345,678", "9,876,543",
+                 "topk/0.01~int8/256+ef", "0.012", "encoder.layers.24.self_attn.in_proj_weight"):  # fmt: skip
+        assert word in text or word.startswith("encoder.layers.24"), word
+    assert "and 5 smaller ones" in text
+
+
+def test_times_of_a_first_step_are_not_called_an_average(capsys):
+    stats = dict.fromkeys(("since", "step_s", "auto")) | {"label": "int8", "steps": 1, "overlap": 0.0}
+    stats |= {"sent_nbytes": 1, "fp32_nbytes": 4, "usual_s": {"wait": 1.0}, "layers": {}}
+    summary.print_summary(stats | {"uncompressed": {"tensors": 0}})
+    assert "of the first, which are slower: wait 1,000.00" in capsys.readouterr().out
+
+
+def test_the_environment_may_say_how_wide_a_terminal_is(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    assert tables.screen_width() == 72
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert tables.screen_width() == tables.WIDE
 
 
 # Errors
@@ -334,6 +397,8 @@ def test_progress_is_told_for_every_format_and_codec():
 
 
 def test_a_picture_of_one_codec_has_the_others_in_grey_and_no_name_on_another(monkeypatch, tmp_path):
+    from matplotlib.text import Text
+
     from thinwire.codecs import picture
 
     def row(spec, bits, error):
@@ -343,9 +408,19 @@ def test_a_picture_of_one_codec_has_the_others_in_grey_and_no_name_on_another(mo
     crowd = [row(f"made-up/{number}", 8 + 0.01 * number, 0.007 * 1.05**number) for number in range(30)]
     figure = picture.draw(asked, [*crowd, row("int8/256", 8.1, 0.007), row("lone", 1.0, 0.5)])
     (axes,) = figure.axes
-    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    boxes = {text.get_text(): Text.get_window_extent(text) for text in axes.texts}
     assert {"int8/256", "lone"} <= boxes.keys()
-    assert len(boxes) == len(axes.texts) > 4
+    assert len(boxes) == len(axes.texts) >= 4
+    dots = {
+        each["spec"]: axes.transData.transform((each["bits_per_element"], each["error"]))
+        for each in (*asked[:1], *crowd)
+    }
+    for text in axes.texts:  # a name is nearest to its own dot, or a line joins them
+        name = text.get_text()
+        distances = {spec: picture._distance(boxes[name], dot) for spec, dot in dots.items()}
+        assert name == "lone" or text.arrow_patch or distances[name] == min(distances.values()), name
+    blocks = next(each for each in axes.collections if each.get_label() == "blocks")
+    assert len(set(blocks.get_facecolor()[0][:3])) > 1  # what was asked for is not grey
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes.values(), 2))
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["others", "blocks"]
     assert len(axes.collections[0].get_offsets()) == 31

@@ -7,7 +7,8 @@ import torch
 
 import thinwire
 from thinwire import Stream, codecs
-from thinwire.channel import Channel, Holding, MovedError, opened
+from thinwire.channel import Channel
+from thinwire.holding import Holding, MovedError, opened
 from thinwire.kernels import segment_reference
 from thinwire.kernels.params import Draw
 from thinwire.runtimes.recording import Recorder, Unknown

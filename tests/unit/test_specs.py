@@ -137,6 +137,7 @@ MISTAKES = {
     "int8/many": "a block is a number of elements, not 'many'",
     "int8/256~what": r"no option '~what'; options: sr.*absmax, pow2, floor, l2.*f32, bf16, e8m0.*shared",
     "int8/256~": "no option '~'",
+    "int8~shraed": "no option '~shraed'; did you mean '~shared'",
     "int8/256~e4m3": "no option '~e4m3'",
     "int8/256~p0": r"a percentile lies in \(0, 100\]",
     "int8/256~p100.5": r"a percentile lies in \(0, 100\]",

@@ -25,7 +25,7 @@ def test_it_is_the_loop_it_says():
     model, other = net(), net()
     data = points()
     done = simulate.train(
-        model, data, nodes=4, wire="aps/e4m3", schedule="accumulate/2", steps=10, batch=5, lr=0.2, seed=7
+        model, data, nodes=4, codec="aps/e4m3", schedule="accumulate/2", steps=10, batch=5, lr=0.2, seed=7
     )
     nodes = Nodes(other, 4, "aps/e4m3", "accumulate/2", seed=7)
     optimizer = torch.optim.SGD(other.parameters(), 0.2, 0.9)
@@ -49,7 +49,7 @@ def test_a_loss_scale_leaves_out_steps_that_overflow():
     model, data = net(), points()
     before = [each.clone() for each in model.parameters()]
     scaling = LossScale("dynamic", init=2.0**40)
-    options = {"nodes": 4, "wire": "e4m3~offset0", "schedule": "accumulate/sequential", "batch": 5}
+    options = {"nodes": 4, "codec": "e4m3~offset0", "schedule": "accumulate/sequential", "batch": 5}
     done = simulate.train(model, data, steps=3, loss_scale=scaling, **options)
     assert done.skipped == 3
     assert scaling.scale == 2.0**37
@@ -71,7 +71,7 @@ def test_without_scaling_a_narrow_format_loses_what_scaling_keeps():
     for wire in ("e3m2~offset0", "aps/e3m2"):
         model = net()
         how = {"schedule": "accumulate/sequential", "nodes": 8, "steps": 40, "batch": 4}
-        found[wire] = simulate.train(model, points(), wire=wire, loss_scale=1 / 64, **how).accuracy
+        found[wire] = simulate.train(model, points(), codec=wire, loss_scale=1 / 64, **how).accuracy
     assert found["aps/e3m2"] > found["e3m2~offset0"] + 0.1
 
 
@@ -128,7 +128,7 @@ def test_pure_activations_pass_between_layers_both_ways():
 @pytest.mark.parametrize("pure", ["gradients", "activations"])
 def test_pure_training_learns(pure):
     model = net()
-    done = simulate.train(model, points(), wire="tree8", pure=pure, steps=80, batch=16)
+    done = simulate.train(model, points(), codec="tree8", pure=pure, steps=80, batch=16)
     assert done.accuracy > 0.85
     assert not model[2]._forward_pre_hooks
 
@@ -169,7 +169,13 @@ def test_a_run_that_fails_leaves_no_hooks():
     model = net()
     with pytest.raises(ZeroDivisionError):
         simulate.train(
-            model, points(), pure="activations", wire="tree8", batch=4, together=4, each_step=lambda *_: 1 / 0
+            model,
+            points(),
+            pure="activations",
+            codec="tree8",
+            batch=4,
+            together=4,
+            each_step=lambda *_: 1 / 0,
         )
     assert not any(each._forward_pre_hooks for each in model.modules())
 

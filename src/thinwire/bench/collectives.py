@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire import codecs
 from thinwire.bench import machine
 from thinwire.bench.formats import Progress, Table
 from thinwire.errors import LabError
@@ -51,6 +52,8 @@ def run(
     seconds: float = 20.0,
 ) -> dict[str, Any]:
     """Measure every place: 25 MB with all codecs, then sizes from 1 KB to 400 MB on loopback."""
+    for spec in specs or ():
+        codecs.get(spec.partition("@")[0])
     rows: list[dict[str, Any]] = []
     if device != "cpu":
         machine.default_numel(device)  # it must be there

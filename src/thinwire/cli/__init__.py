@@ -22,8 +22,9 @@ from thinwire.cli import (
     study,
     watch,
 )
-from thinwire.cli.output import Json, print_json, print_table, say
+from thinwire.cli.output import Json, print_json, say
 from thinwire.errors import ThinwireError
+from thinwire.tables import print_table
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 app.add_typer(formats.app, name="formats")

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, Save, print_json, print_table, say, screen
+from thinwire.cli.output import Json, Save, print_json, say
+from thinwire.tables import print_table, screen
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 

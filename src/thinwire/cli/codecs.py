@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from thinwire import __version__
-from thinwire.cli.output import Json, Plot, print_json, print_table, say, telling
+from thinwire.cli.output import Json, Plot, print_json, say, telling
 from thinwire.errors import MissingDependencyError
+from thinwire.tables import print_table
 
 app = typer.Typer(help="Codecs: list, draw their wires, measure what they lose.", invoke_without_command=True)
 

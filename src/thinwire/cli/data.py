@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table, say, screen
+from thinwire.cli.output import Json, print_json, say
 from thinwire.errors import DataError
+from thinwire.tables import print_table, screen
 
 if TYPE_CHECKING:
     from thinwire.data import Progress

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from thinwire import __version__
-from thinwire.cli.output import Json, Plot, RoundingName, print_json, print_table, say, screen_width, telling
+from thinwire.cli.output import Json, Plot, RoundingName, print_json, say, telling
 from thinwire.errors import InputError, MissingDependencyError, unknown
+from thinwire.tables import print_table, screen_width
 
 app = typer.Typer(help="Number formats: list, show, measure, try out.", invoke_without_command=True)
 

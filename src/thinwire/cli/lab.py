@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, print_json, print_table, say
+from thinwire.cli.output import Json, print_json, say
+from thinwire.tables import print_table
 
 app = typer.Typer(help="Emulated hosts on this machine, with links as slow as you say.", no_args_is_help=True)
 

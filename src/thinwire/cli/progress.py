@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from thinwire.cli.output import plain, say, screen
+from thinwire.cli.output import say
 from thinwire.files import check_file
+from thinwire.tables import plain, screen
 
 if TYPE_CHECKING:
     from thinwire.study import Record, Trial

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, Save, checked, print_json, print_table, say
+from thinwire.cli.output import Json, Save, checked, print_json, say
 from thinwire.errors import ThinwireError
 from thinwire.files import check_file, safe_name
+from thinwire.tables import print_table
 
 if TYPE_CHECKING:
     from thinwire.study import Record

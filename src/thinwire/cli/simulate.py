@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, Save, checked, print_json, print_table, say
+from thinwire.cli.output import Json, Save, checked, print_json, say
 from thinwire.cli.progress import STORE, Fresh, StorePath, train
 from thinwire.errors import InputError
 from thinwire.files import check_file
+from thinwire.tables import print_table
 
 if TYPE_CHECKING:
     from thinwire.study import Record, Trial

@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.output import Json, Save, print_json, print_table, say
+from thinwire.cli.output import Json, Save, print_json, say
 from thinwire.cli.progress import STORE, Device, Fresh, StorePath, train
+from thinwire.tables import print_table
 
 app = typer.Typer(help="Questions that only training answers.", no_args_is_help=True)
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.output import Json, plain, print_json, screen
+from thinwire.cli.output import Json, print_json
+from thinwire.tables import plain, screen
 
 if TYPE_CHECKING:
     from rich.panel import Panel

@@ -193,13 +193,30 @@ class Block(Blocked):
             return float(2.0 ** (self.format._top_exponent))
         return 1.0 if isinstance(self.format, Posit) else self._format.max  # posits are finest around 1
 
+    def _reach(self, world: int) -> float:
+        """What the reach of the data becomes, times `world` where a sum is to fit.
+
+        Each rank's largest number is then one of the format's, so that no rounding makes it larger and sums
+        stay inside. Floats have a binade to spare for that.
+        """
+        if world == 1 or not self.holds_sums or isinstance(self.format, Float):
+            return self._limit
+        most = torch.tensor(self._limit / world, dtype=torch.float32)
+        share = self._format.round(most, rounding=Rounding.ZERO).item()
+        if not share:
+            raise CodecError(
+                f"{self.spec} has no room for the sum of {world} ranks: the largest {self._format.name} is "
+                f"{self._limit:g}; leave ~world out, or use more bits"
+            )
+        return share * world
+
     def _made(self, numel: int) -> WirePlan:
         codes, scales, *_ = self.sections(numel)
         extra = codes.nbytes + scales.nbytes
         return WirePlan(numel, self.nbytes(numel), codes.nbytes, extra, self.tag(numel))
 
     def _scales(self, u: Tensor, world: int = 1) -> Tensor:
-        return scaling.scales(self.scaling, u, self.block or 0, self._limit, world)
+        return scaling.scales(self.scaling, u, self.block or 0, self._reach(world), world)
 
     def _encode(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
@@ -311,7 +328,7 @@ class Block(Blocked):
 
     def _scale_of(self, magnitude: Tensor, world: int = 1) -> Tensor:
         """Scales of segments, from the patterns of their largest magnitudes."""
-        return scaling.of_magnitudes(self.scaling, magnitude, self._limit, world)
+        return scaling.of_magnitudes(self.scaling, magnitude, self._reach(world), world)
 
     def summaries(self, x: Tensor, segments: Segments, world: int = 1, reach: Tensor | None = None) -> Tensor:
         if not self._one_scale or not self.scaling.shared or x.device.type == "meta":

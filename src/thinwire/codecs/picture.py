@@ -19,12 +19,14 @@ FAMILIES = {
     "Dettmers": ("tree8", "linear8", "static8", "mantissa8"),
     "blocks": ("",),
 }
+COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C9")  #: of families; C7 is a grey, as others are
 GREY = "0.72"
 #: Where a name may stand, in points from its dot: beside it, a little above, a little below.
 PLACES = tuple((side * 5, up * 7 - 2) for up in (0, 1, -1) for side in (1, -1))
-#: Those that were asked for may stand further away.
+#: Those that were asked for may stand further away, at the end of a line.
 FURTHER = tuple((side * 12, up * 9) for up in (2, -2, 3, -3, 4, -4) for side in (1, -1))
-DOT = 5.0  #: pixels that a name keeps away from dots
+LINE = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+CLEAR = 3.0  #: pixels that a name keeps away from dots and from other names
 
 Row = dict[str, Any]
 
@@ -60,10 +62,10 @@ def draw(table: Sequence[Row], others: Sequence[Row] = ()) -> Any:
     figure, axes = pyplot.subplots(figsize=(10, 6.5), layout="constrained")
     if grey:
         axes.scatter(*_places(grey), s=22, color=GREY, label="others", zorder=1)
-    for number, family in enumerate(FAMILIES):
+    for colour, family in zip(COLOURS, FAMILIES, strict=True):
         chosen = [row for row in shown if _family(row["spec"]) == family]
         if chosen:
-            axes.scatter(*_places(chosen), s=36, color=f"C{number}", label=family, zorder=2)
+            axes.scatter(*_places(chosen), s=36, color=colour, label=family, zorder=2)
     axes.set(xscale="log", yscale="log", xlabel="bits per element, scales and tag included")
     ticks = [0.25, 0.5, 1, 2, 4, 8, 16]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -71,7 +73,7 @@ def draw(table: Sequence[Row], others: Sequence[Row] = ()) -> Any:
     axes.set_title(_title(data, [row["spec"] for row in rows if row not in shown]), loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     axes.margins(x=0.12, y=0.08)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
     _name(figure, axes, shown, grey)
     return figure
 
@@ -90,7 +92,12 @@ def _title(data: str, absent: Sequence[str]) -> str:
 
 
 def _name(figure: Any, axes: Any, shown: Sequence[Row], grey: Sequence[Row]) -> None:
-    """Write names beside dots, those that were asked for first; one without room is left out."""
+    """Write names beside dots, those that were asked for first; one without room is left out.
+
+    A name stands nearer to its own dot than to any other, or is joined to it by a line.
+    """
+    from matplotlib.text import Text
+
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     inside = axes.get_window_extent(renderer)
@@ -101,19 +108,26 @@ def _name(figure: Any, axes: Any, shown: Sequence[Row], grey: Sequence[Row]) -> 
         for row in sorted(rows, key=lambda row: row["error"]):
             dot = (row["bits_per_element"], row["error"])
             for place in places:
+                line = LINE if place in FURTHER else None
                 note = axes.annotate(
                     row["spec"], dot, xytext=place, textcoords="offset points",
-                    ha="left" if place[0] > 0 else "right", **style,
+                    ha="left" if place[0] > 0 else "right", arrowprops=line, **style,
                 )  # fmt: skip
-                box = note.get_window_extent(renderer)
-                near = box.padded(DOT)
-                free = not any(box.overlaps(each) for each in taken) and not any(
-                    near.contains(*each) for each in dots
-                )
-                if free and inside.x0 < box.x0 and box.x1 < inside.x1:
+                note.update_positions(renderer)
+                box = Text.get_window_extent(note, renderer)  # of the name, without its line
+                nearest = min(_distance(box, each) for each in dots)
+                is_clear = nearest > CLEAR and not any(box.padded(CLEAR).overlaps(each) for each in taken)
+                is_told = line is not None or nearest == _distance(box, axes.transData.transform(dot))
+                if is_clear and is_told and inside.x0 < box.x0 and box.x1 < inside.x1:
                     taken.append(box)
                     break
                 note.remove()
+
+
+def _distance(box: Any, dot: Any) -> float:
+    """Pixels from a dot to a name."""
+    x, y = map(float, dot)
+    return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
 
 
 def _family(spec: str) -> str:

@@ -17,6 +17,7 @@ Only `~offset` fixes the scale: `~offset0` is a scale of 1, so that numbers too 
     topk/0.01~fp16+ef    one element in a hundred, as float16, with error feedback
 """
 
+import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -144,8 +145,15 @@ def _options(parts: Parts, rounding: Rounding, scaling: Scaling) -> tuple[Roundi
             kind = {"p": "percentile", "offset": "fixed"}.get(valued.group(1), valued.group(1))
             scaling = replace(scaling, choose=kind, value=float(valued.group(2)))
         else:
-            raise parts.refuse(f"no option '~{option}'; options: {OPTIONS}")
+            raise parts.refuse(_no_option(option))
     return rounding, scaling
+
+
+def _no_option(option: str) -> str:
+    """The nearest option, or all of them."""
+    near = difflib.get_close_matches(option, re.findall(r"[a-z][a-z0-9.]+", OPTIONS), n=1)
+    hint = f"did you mean '~{near[0]}'? docs/codecs.md lists all" if near else f"options: {OPTIONS}"
+    return f"no option '~{option}'; {hint}"
 
 
 OPTIONS = (

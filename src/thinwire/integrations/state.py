@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from thinwire import codecs
+from thinwire import codecs, slots
 from thinwire import policy as policies
 from thinwire.channel import Channel
 from thinwire.errors import InputError
@@ -28,7 +28,7 @@ from thinwire.schedules.traits import taken_early
 if TYPE_CHECKING:
     from thinwire.integrations.wire import Wire
 
-STAGES = ("sent", "sent/tail", "reduced", "error")  #: of schedules whose residuals can be moved
+STAGES = (slots.SENT, slots.TAIL, slots.REDUCED, slots.ERROR)  #: of schedules whose residuals can be moved
 
 
 def save(wire: "Wire") -> dict[str, Any]:
@@ -91,40 +91,31 @@ def debt(channel: Channel, name: str, shape: tuple[int, ...], rank: int, world: 
     if not owed:
         return None
     codec, turned = laid_out(codec_of(channel), shape)
-    places = {slot: _place(slot, name) for slot in owed}
+    places = {slot: slots.stage_of(slot, name) for slot in owed}
     for _, stage in places.values():
         if stage not in STAGES:
             raise InputError(
                 f"what {name} owes at '{stage}' stays with its schedule and world; "
                 "use one_shot, two_shot, sparse or low_rank to move residuals"
             )
-    whole = sum(held.numel() for slot, held in owed.items() if places[slot][1] != "reduced")
+    whole = sum(held.numel() for slot, held in owed.items() if places[slot][1] != slots.REDUCED)
     if whole != math.prod(shape):
         raise InputError(f"{whole} elements are owed of {name}, whose shape is {shape}")
     found = torch.zeros(whole, device=next(iter(owed.values())).device)
     for slot, held in owed.items():
         start, stage = places[slot]
         before = slot[: len(slot) - len(stage)]
-        sent = [owed.get(f"{before}{part}") for part in ("sent", "sent/tail")]
+        sent = [owed.get(f"{before}{part}") for part in (slots.SENT, slots.TAIL)]
         numels = [0 if each is None else each.numel() for each in sent]
         weight = 1.0
-        if stage == "sent/tail":
+        if stage == slots.TAIL:
             start += numels[0]
-        elif stage == "reduced":
+        elif stage == slots.REDUCED:
             start += Cut(codec, sum(numels), world).start(rank)
             shared = bool(codec.agreement(sum(numels)))
             weight = 1.0 / taken_early(codec, world, 1.0 / world, shared=shared)
         found[start : start + held.numel()] += weight * held.reshape(-1)
     return found.view(shape[::-1]).t().contiguous() if turned else found.view(shape)
-
-
-def _place(slot: str, name: str) -> tuple[int, str]:
-    """Where a slot's piece begins, and its stage: weight[1024]/sent/tail -> 1024, sent/tail."""
-    rest, start = slot.removeprefix(name), 0
-    if rest.startswith("["):
-        number, rest = rest[1:].split("]", 1)
-        start = int(number)
-    return start, rest.removeprefix("/")
 
 
 def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

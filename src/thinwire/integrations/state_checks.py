@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire import codecs, schedules
+from thinwire import codecs, schedules, slots
 from thinwire.channel import Channel
 from thinwire.errors import InputError
 from thinwire.integrations.auto import Choice
@@ -112,7 +112,7 @@ def check_model(state: Mapping[str, Any], channels: Mapping[str, Channel], shape
             raise InputError(
                 f"the state is of another model: {name} is {tuple(each.shape)} there and {shapes[name]} here"
             )
-    owners = {codec: {owner(slot) for slot in channel.residuals} for codec, channel in channels.items()}
+    owners = {codec: set(map(slots.name_of, channel.residuals)) for codec, channel in channels.items()}
     for codec, names in owners.items():
         for name in sorted(names & shapes.keys()):
             route = state["routes"].get(name, (None, None))
@@ -123,25 +123,22 @@ def check_model(state: Mapping[str, Any], channels: Mapping[str, Channel], shape
 
 def names_of(state: Mapping[str, Any], channels: Mapping[str, Channel]) -> set[str]:
     """The parameters of which a state owes something, or has a gradient."""
-    held = {owner(slot) for channel in channels.values() for slot in channel.residuals}
+    held = {slots.name_of(slot) for channel in channels.values() for slot in channel.residuals}
     return held | state["debts"].keys() | state["stale"].keys()
-
-
-def owner(slot: str) -> str:
-    """The parameter of a slot: weight[1024]/sent/tail -> weight."""
-    return slot.partition("/")[0].partition("[")[0]
 
 
 def _check_slots(
     channel: Channel, name: str, shape: tuple[int, ...], schedule: str, rank: int, world: int
 ) -> None:
     """That the slots of a tensor are those that its schedule makes of it."""
-    found = {slot: held for slot, held in channel.shapes.items() if owner(slot) == name}
+    found = {slot: held for slot, held in channel.shapes.items() if slots.name_of(slot) == name}
     wanted = _slots(channel, name, shape, schedule, rank, world)
     if wanted is None:
         numel = math.prod(shape)
-        sizes = {slot: math.prod(held) for slot, held in found.items() if not slot.endswith("/q")}
-        whole = [slot for slot, size in sizes.items() if size != numel and slot.endswith("/error")]
+        sizes = {
+            slot: math.prod(held) for slot, held in found.items() if not slot.endswith(f"/{slots.START}")
+        }
+        whole = [slot for slot, size in sizes.items() if size != numel and slot.endswith(f"/{slots.ERROR}")]
         wrong = [slot for slot, size in sizes.items() if size > numel] + whole
     else:
         wrong = sorted(slot for slot in found.keys() | wanted.keys() if found.get(slot) != wanted.get(slot))

@@ -1,21 +1,20 @@
 """What a wire did, as tables people can read."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+from thinwire.integrations.meter import FIRST
+from thinwire.tables import fold, plain, print_table, screen_width
 
 MOST = 20  #: layers listed
 
 
-def print_summary(stats: Mapping[str, Any], console: Console | None = None) -> None:
+def print_summary(stats: Mapping[str, Any]) -> None:
     """The head, where the time goes, and the largest layers."""
-    console = console or Console()
-    width = console.width if console.is_terminal else 120
-    Console(width=max(width, 100), file=console.file).print(Group(_head(stats), _layers(stats)))
+    width = screen_width()
+    sys.stdout.write("".join(f"{part}\n" for line in _head(stats) for part in fold(plain(line), width)))
+    _print_layers(stats)
 
 
 def headline(stats: Mapping[str, Any]) -> str:
@@ -39,13 +38,14 @@ def _ratio(counted: Mapping[str, Any]) -> float:
     return counted["fp32_nbytes"] / counted["sent_nbytes"] if counted["sent_nbytes"] else 1.0
 
 
-def _head(stats: Mapping[str, Any]) -> Group:
+def _head(stats: Mapping[str, Any]) -> list[str]:
     lines = [headline(stats)]
     if stats["step_s"] is not None:
         lines.append(f"a step takes {stats['step_s'] * 1e3:,.1f} ms (median)")
     times = ", ".join(f"{name} {1e3 * each:,.2f}" for name, each in stats["usual_s"].items())
     hidden = f"{stats['overlap']:.0%} of communication is hidden behind computing"
-    lines.append(f"ms of a step, on average after the first two: {times}; {hidden}")
+    which = "on average after the first two" if stats["steps"] > FIRST else "of the first, which are slower"
+    lines.append(f"ms of a step, {which}: {times}; {hidden}")
     left = stats["uncompressed"]
     if left["tensors"]:
         why = "; ".join(f"{count}: {reason}" for reason, count in left["why"].items())
@@ -54,7 +54,7 @@ def _head(stats: Mapping[str, Any]) -> Group:
         )
     if stats["auto"]:
         lines.append(_auto(stats["auto"]))
-    return Group(*(Text(line) for line in lines))
+    return lines
 
 
 def _auto(auto: Mapping[str, Any]) -> str:
@@ -70,29 +70,28 @@ def _auto(auto: Mapping[str, Any]) -> str:
     return f"auto chose {auto['chosen']}; ms of a step: {', '.join(times) or 'not measured yet'}"
 
 
-def _layers(stats: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("tensor", "codec", "schedule"):
-        table.add_column(column, no_wrap=column == "tensor")
-    for column in ("elements", "bytes", "relative error", "SNR dB", "true error", "owed"):
-        table.add_column(column, justify="right")
+def _print_layers(stats: Mapping[str, Any]) -> None:
+    header = ("tensor", "codec", "schedule", "elements", "bytes", *(name for name, _, _ in ERRORS))
     largest = sorted(stats["layers"].items(), key=lambda item: -item[1]["numel"])
-    for name, each in largest[:MOST]:
-        errors = (_number(each[key], spec) for key, spec in ERRORS)
-        table.add_row(
-            Text(name),
-            each["codec"],
-            each["schedule"],
-            f"{each['numel']:,}",
-            f"{each['wire_nbytes']:,}",
-            *errors,
+    rows = [
+        (
+            name, each["codec"], each["schedule"], f"{each['numel']:,}", f"{each['wire_nbytes']:,}",
+            *(_number(each[key], spec) for _, key, spec in ERRORS),
         )
+        for name, each in largest[:MOST]
+    ]  # fmt: skip
+    print_table("", header, rows, right=tuple(range(3, len(header))))
     if len(largest) > MOST:
-        table.add_row(f"and {len(largest) - MOST} smaller ones")
-    return table
+        sys.stdout.write(f"and {len(largest) - MOST} smaller ones\n")
 
 
-ERRORS = (("error", ".2g"), ("snr_db", ".1f"), ("true_error", ".2g"), ("residual_norm", ".2g"))
+#: Columns of what was measured: their names, where they are kept, how they are written.
+ERRORS = (
+    ("relative error", "error", ".2g"),
+    ("SNR dB", "snr_db", ".1f"),
+    ("true error", "true_error", ".2g"),
+    ("owed", "residual_norm", ".2g"),
+)
 
 
 def _number(value: float | None, spec: str) -> str:

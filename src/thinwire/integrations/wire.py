@@ -223,8 +223,7 @@ class Wire:
             if before is not None and before != each.route and before[0] in self.channels:
                 channel = self.channels[before[0]]
                 owed = states.debt(channel, name, each.tensor.shape, self.rank, self.world)
-                for slot in [slot for slot in channel.residuals if slot.startswith((f"{name}/", f"{name}["))]:
-                    channel.forget(slot)
+                channel.forget_name(name)
                 if owed is not None:
                     gradient = where.of(buffer)
                     gradient.add_(owed.view_as(gradient))

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from thinwire import slots
 from thinwire.channel import Channel
 from thinwire.clock import COMPUTE, WIRE, Clock
 from thinwire.codecs import Codec
@@ -246,7 +247,7 @@ def _part(item: Item, span: Span) -> Item:
     return replace(
         item,
         numel=span.stop - span.start,
-        name=f"{item.name}[{span.start}]",
+        name=slots.piece(item.name, span.start),
         start=item.start + span.start,
         offset=span.start,
     )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.channel import Holding, MovedError
+from thinwire.holding import Holding, MovedError
 from thinwire.rounding import Stream
 from thinwire.runtimes.job import Pending
 from thinwire.schedules import Buffers, Exchanges, Request

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.channel import MovedError, opened
 from thinwire.clock import COMPUTE, WIRE, Clock, Mark, is_recording
 from thinwire.errors import CommError, is_refusal
+from thinwire.holding import MovedError, opened
 from thinwire.kernels.params import Draw
 from thinwire.rounding import Stream
 from thinwire.runtimes import streams

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.channel import Channel, Holding
+from thinwire import slots
+from thinwire.channel import Channel
 from thinwire.codecs import Codec
+from thinwire.holding import Holding
 from thinwire.kernels.params import Segments
 from thinwire.schedules.seat import Cut
 
@@ -148,7 +150,7 @@ class Batch:
         del stride
         sizes = (item.codec.nbytes(item.numel) for item in self.items)
         rows = [
-            _Row(item, item.start, item.numel, byte, "sent", (item.numel,))
+            _Row(item, item.start, item.numel, byte, slots.SENT, (item.numel,))
             for item, byte in zip(self.items, itertools.accumulate(sizes, initial=0), strict=False)
         ]
         return tuple(_rows([rows[i] for i in leg]) for leg in self._legs), ()
@@ -174,11 +176,11 @@ class Batch:
                 if not numel:
                     continue
                 whole = rank < cut.full
-                stage, shape = ("sent", (cut.full, numel)) if whole else ("sent/tail", (1, numel))
+                stage, shape = (slots.SENT, (cut.full, numel)) if whole else (slots.TAIL, (1, numel))
                 start, byte = item.start + cut.start(rank), rank * stride + at[rank]
                 sent[-1].append(_Row(item, start, numel, byte, stage, shape, rank if whole else 0))
                 if rank == self.rank:
-                    own[-1].append(_Row(item, start, numel, at[rank], "reduced", (numel,)))
+                    own[-1].append(_Row(item, start, numel, at[rank], slots.REDUCED, (numel,)))
                 at[rank] += cut.sizes[rank]
         mine = [[row for i in leg for row in own[i]] for leg in self._legs]
         return (
@@ -201,15 +203,15 @@ class _Row:
 
     @property
     def slot(self) -> str:
-        return f"{self.item.name}/{self.stage}"
+        return slots.slot(self.item.name, self.stage)
 
 
 def _rows(rows: Sequence[_Row], *, packed: bool = False) -> Rows:
     first = rows[0].item
-    codec, slots, held, at = first.codec, [], [], 0
+    codec, shapes, held, at = first.codec, [], [], 0
     for row in rows:
         if not row.row:  # the first of its slot
-            slots.append((row.slot, row.shape))
+            shapes.append((row.slot, row.shape))
         held.append(at)
         at += row.numel
     segments = Segments(
@@ -220,7 +222,7 @@ def _rows(rows: Sequence[_Row], *, packed: bool = False) -> Rows:
         tuple(zlib.crc32(row.slot.encode()) for row in rows),
         tuple(row.row for row in rows),
     )
-    holding = Holding(tuple(slots)) if codec.feedback else None
+    holding = Holding(tuple(shapes)) if codec.feedback else None
     places = tuple(_places(rows)) if codec.agreement(1) else ()
     return Rows(first.channel, first.vector, segments, holding, places)
 

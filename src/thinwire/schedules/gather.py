@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from thinwire import slots
 from thinwire.schedules.exchange import AllGather, Exchanges
 from thinwire.schedules.seat import Seat
 
@@ -21,8 +22,8 @@ def gathered(x: Tensor, seat: Seat, combine: Combine) -> Exchanges:
     """Encode, gather all wires, combine them."""
     nbytes = seat.codec.nbytes(x.numel())
     wires = seat.buffer("wires", (seat.world, nbytes), x)
-    encode = partial(seat.encode, x, "sent", wires[seat.rank])
-    seat.check(x, "sent")
+    encode = partial(seat.encode, x, slots.SENT, wires[seat.rank])
+    seat.check(x, slots.SENT)
     yield AllGather(wires.view(-1), (nbytes,) * seat.world, fill=encode)
     if x.device.type != "meta" and x.numel():
         combine([wires], [seat], [x])

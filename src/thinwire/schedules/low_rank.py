@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.channel import Holding
+from thinwire import slots
 from thinwire.codecs import Cast
+from thinwire.holding import Holding
 from thinwire.rounding import Stream
 from thinwire.schedules.batch import Batch, Item
 from thinwire.schedules.exchange import AllReduce, Exchanges
@@ -52,9 +53,11 @@ class Thin:
                 matrices.append((item, rows, columns))
             else:
                 others.append(item)
-        errors = tuple((f"{item.name}/error", (rows, columns)) for item, rows, columns in matrices)
-        left = tuple((f"{item.name}/error", (item.numel,)) for item in others)
-        starts = tuple((f"{item.name}/q", (columns, rank)) for item, _, columns in matrices)
+        errors = tuple(
+            (slots.slot(item.name, slots.ERROR), (rows, columns)) for item, rows, columns in matrices
+        )
+        left = tuple((slots.slot(item.name, slots.ERROR), (item.numel,)) for item in others)
+        starts = tuple((slots.slot(item.name, slots.START), (columns, rank)) for item, _, columns in matrices)
         held = [Holding(each, as_is=True) for each in (errors, left, starts)]
         return cls(rank, matrices, others, held[0], held[1], held[2])
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire import slots
 from thinwire.codecs import Codec
 from thinwire.errors import Disagreement
 from thinwire.schedules.exchange import AllGather, AllToAll, Exchanges, SendRecv
@@ -41,7 +42,7 @@ def all_gather(x: Tensor, outs: Sequence[Tensor], seat: Seat) -> Exchanges:
     wires = seat.buffer("wires", sum(sizes), x)
     if x.numel():
         at = sum(sizes[: seat.rank])
-        seat.encode(x, "sent", wires[at : at + sizes[seat.rank]])
+        seat.encode(x, slots.SENT, wires[at : at + sizes[seat.rank]])
     yield AllGather(wires, sizes)
     _decode_all(wires, sizes, outs, seat)
 
@@ -89,7 +90,7 @@ def broadcast(x: Tensor, seat: Seat, source: int) -> Exchanges:
     place, world = (seat.rank - source) % seat.world, seat.world
     wire = seat.buffer("wire", seat.codec.nbytes(x.numel()), x)
     if place == 0:
-        seat.encode(x, "sent", wire)
+        seat.encode(x, slots.SENT, wire)
     for step in reversed([1 << level for level in range((world - 1).bit_length())]):
         if place % (2 * step) == 0 and place + step < world:
             yield SendRecv(wire, (seat.rank + step) % world)
@@ -102,7 +103,7 @@ def broadcast(x: Tensor, seat: Seat, source: int) -> Exchanges:
 
 def send(x: Tensor, seat: Seat, to: int) -> Exchanges:
     """To one rank; the tensor stays as it is."""
-    wire = seat.encode(x, "sent", seat.buffer("wire", seat.codec.nbytes(x.numel()), x))
+    wire = seat.encode(x, slots.SENT, seat.buffer("wire", seat.codec.nbytes(x.numel()), x))
     yield SendRecv(wire, to)
 
 

@@ -18,6 +18,7 @@ everyone, owners included, decodes the same bytes in the same order.
 import torch
 from torch import Tensor
 
+from thinwire import slots
 from thinwire.codecs import Cast
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, SendRecv
 from thinwire.schedules.seat import Seat
@@ -100,7 +101,7 @@ def ring(x: Tensor, seat: Seat) -> Exchanges:
     """Sums travel around and are encoded again at every hop; then the finished shards travel around."""
     cut, rank, world = seat.cut(x.numel()), seat.rank, seat.world
     right, left = (rank + 1) % world, (rank - 1) % world
-    if seat.early != 1:
+    if seat.early != 1 and not seat.takes_means:
         x *= seat.early
     for hop in range(world - 1):
         going, coming = (rank - hop) % world, (rank - hop - 1) % world
@@ -110,11 +111,11 @@ def ring(x: Tensor, seat: Seat) -> Exchanges:
             seat.encode(cut.of(x, going), f"hop{hop}", wire, cut.start(going))
         yield SendRecv(wire, right, got, left)
         if cut.numels[coming]:
-            seat.codec.decode_add(got, cut.of(x, coming))
+            seat.join(cut.of(x, coming), got, (1, hop + 1))
     own = (rank + 1) % world
     wires = seat.buffer("wires", cut.nbytes, x)
     if cut.numels[own]:
-        seat.encode(cut.of(x, own), "reduced", cut.wire_of(wires, own), cut.start(own))
+        seat.encode(cut.of(x, own), slots.REDUCED, cut.wire_of(wires, own), cut.start(own))
     for hop in range(world - 1):
         going, coming = (own - hop) % world, (own - hop - 1) % world
         yield SendRecv(cut.wire_of(wires, going), right, cut.wire_of(wires, coming), left)
@@ -125,7 +126,7 @@ def tree(x: Tensor, seat: Seat) -> Exchanges:
     """Sums climb a binomial tree to rank 0, encoded at every step; the result comes down unchanged."""
     rank, world, numel = seat.rank, seat.world, x.numel()
     wire = seat.buffer("wire", seat.codec.nbytes(numel), x)
-    if seat.early != 1:
+    if seat.early != 1 and not seat.takes_means:
         x *= seat.early
     steps = [1 << level for level in range((world - 1).bit_length())]
     for step in steps:
@@ -134,11 +135,11 @@ def tree(x: Tensor, seat: Seat) -> Exchanges:
             yield SendRecv(wire, rank - step)
         elif rank % (2 * step) == 0 and rank + step < world:
             yield SendRecv(out=wire, source=rank + step)
-            seat.codec.decode_add(wire, x)
+            seat.join(x, wire, (step, min(step, world - rank - step)))
         else:
             yield SendRecv()
     if rank == 0:
-        seat.encode(x, "reduced", wire)
+        seat.encode(x, slots.REDUCED, wire)
     for step in reversed(steps):
         if rank % (2 * step) == 0 and rank + step < world:
             yield SendRecv(wire, rank + step)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from thinwire import slots
 from thinwire.channel import Channel
 from thinwire.codecs import Codec
 from thinwire.rounding import Stream
-from thinwire.schedules.traits import taken_early
+from thinwire.schedules.traits import taken_early, takes_means
 
 FEW = 1 << 12  #: elements that take less time than a call
 
@@ -179,6 +180,11 @@ class Seat:
         return taken_early(self.codec, self.world, self.weight, shared=self.shared is not None)
 
     @property
+    def takes_means(self) -> bool:
+        """Whether partial sums have to be encoded as means of the ranks that are in them."""
+        return takes_means(self.codec, shared=self.shared is not None)
+
+    @property
     def late(self) -> float:
         return self.weight / self.early
 
@@ -200,18 +206,18 @@ class Seat:
         if not self.codec.needs_rng:
             return None
         assert self.rng is not None
-        return replace(self.rng, tensor=f"{self.name}/{stage}", rank=self.rng.rank)
+        return replace(self.rng, tensor=slots.slot(self.name, stage), rank=self.rng.rank)
 
     def check(self, x: Tensor, stage: str) -> None:
         """That residuals of a stage are of this size, before an exchange that encodes on its way."""
-        slot = f"{self.name}/{stage}"
+        slot = slots.slot(self.name, stage)
         if self.codec.feedback and slot in self.channel.residuals:
             self.channel.check_shape(slot, tuple(x.shape))
 
     def encode(self, x: Tensor, stage: str, out: Tensor, start: int = 0) -> Tensor:
         """A vector to bytes; `start` is where it begins in what the agreement was about."""
-        shared = self.shared_by(x, start)
-        return self.channel.encode(x, f"{self.name}/{stage}", self.stream(stage), shared=shared, out=out)
+        shared, slot = self.shared_by(x, start), slots.slot(self.name, stage)
+        return self.channel.encode(x, slot, self.stream(stage), shared=shared, out=out)
 
     def encode_shards(self, x: Tensor, cut: Cut, stage: str, out: Tensor) -> Tensor:
         """All shards of a vector, each a wire of its own, one after another."""
@@ -219,9 +225,10 @@ class Seat:
             at, nbytes = cut.wire_place(where)
             values = x[where : where + rows * numel].view(rows, numel)
             wire = out[at : at + rows * nbytes].view(rows, nbytes)
-            slot = f"{stage}/tail" if where == cut.full * cut.shard else stage
+            part = f"{stage}/tail" if where == cut.full * cut.shard else stage
             shared = self.shared_by(values, where)
-            self.channel.encode(values, f"{self.name}/{slot}", self.stream(slot), shared=shared, out=wire)
+            slot = slots.slot(self.name, part)
+            self.channel.encode(values, slot, self.stream(part), shared=shared, out=wire)
         return out
 
     def decode_shards(self, wires: Tensor, cut: Cut, weight: float, out: Tensor) -> None:
@@ -244,6 +251,18 @@ class Seat:
         self.codec.decode(wires[0], out.shape[-1], weight=weight, out=out)
         for wire in wires[1:]:
             self.codec.decode_add(wire, out, weight)
+
+    def join(self, x: Tensor, wire: Tensor, counts: tuple[int, int]) -> None:
+        """Add another partial sum to one's own; `counts` are the ranks that are in each.
+
+        Under a scale that takes only means both are means, and so is what they become: never over the scale.
+        """
+        if not self.takes_means:
+            self.codec.decode_add(wire, x)
+            return
+        own, other = counts
+        x *= own / (own + other)
+        self.codec.decode_add(wire, x, other / (own + other))
 
     def reduce_encode(self, wires: Tensor, numel: int, stage: str, out: Tensor, start: int = 0) -> Tensor:
         """Wires [world, nbytes] to the wire of their sum."""

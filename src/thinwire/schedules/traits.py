@@ -29,9 +29,14 @@ def taken_early(codec: Codec, world: int, weight: float, *, shared: bool) -> flo
     is fixed, fits what every rank has, and so their mean: that is what is encoded then, also on the way to a
     sum. Only an agreed scale with room for the sum takes it as it is.
     """
-    if not shared and not codec.has_fixed_scale:
-        return weight
-    return 1.0 if shared and codec.holds_sums else 1.0 / world
+    if takes_means(codec, shared=shared):
+        return 1.0 / world
+    return 1.0 if shared else weight
+
+
+def takes_means(codec: Codec, *, shared: bool) -> bool:
+    """Whether a mean of what ranks have is all that is sure to fit under a scale, agreed on or fixed."""
+    return not codec.holds_sums if shared else codec.has_fixed_scale
 
 
 def is_bound(codec: Codec) -> bool:

@@ -55,7 +55,7 @@ class Nodes:
     """Many nodes that train one model together.
 
     >>> model = nn.Linear(4, 1)
-    >>> nodes = Nodes(model, 8, wire="aps/e4m3", schedule="accumulate/4")
+    >>> nodes = Nodes(model, 8, codec="aps/e4m3", schedule="accumulate/4")
     >>> def loss(model, x, y):
     ...     return (model(x) - y).square().mean()
     >>> _ = nodes.backward(loss, torch.randn(32, 4), torch.randn(32, 1))     # 4 samples to a node
@@ -67,7 +67,7 @@ class Nodes:
     no node used has a gradient of zeros then, as in DDP. One node alone sends nothing: its gradients are
     float32, whatever the wire.
 
-    `wire` is a codec for all tensors (a spec, a `Codec`, a `Format`), or a `thinwire.Policy`
+    `codec` is a codec for all tensors (a spec, a `Codec`, a `Format`), or a `thinwire.Policy`
     (`thinwire.policy.get("int8")` for a recipe), in which case tensors go as its rules say and `schedule` is
     not used. A codec with memory has one for every node.
     """
@@ -76,7 +76,7 @@ class Nodes:
         self,
         model: nn.Module,
         nodes: int,
-        wire: AnySpec | Policy = "fp32",
+        codec: AnySpec | Policy = "fp32",
         schedule: str = "auto",
         *,
         seed: int = 0,
@@ -87,15 +87,15 @@ class Nodes:
             raise InputError(f"Nodes takes a torch.nn.Module and a number of nodes, not {found}")
         if nodes < 1:
             raise InputError(f"there must be at least one node, not {nodes}")
-        if not isinstance(wire, Policy):
-            wire = Policy("simulated", (Rule(wire, schedule),))
-        if any(rule.codec == LADDER for rule in wire.rules):
-            raise InputError(f"nodes do not climb the ladder of policy '{wire.name}'; use rules with steps")
-        if wire.name == NOOP:
+        if not isinstance(codec, Policy):
+            codec = Policy("simulated", (Rule(codec, schedule),))
+        if any(rule.codec == LADDER for rule in codec.rules):
+            raise InputError(f"nodes do not climb the ladder of policy '{codec.name}'; use rules with steps")
+        if codec.name == NOOP:
             raise InputError(
                 "with the policy 'noop' replicas drift apart, and nodes share one model; use fp32"
             )
-        self.model, self.count, self.policy, self.seed, self.inside = model, nodes, wire, seed, inside
+        self.model, self.count, self.policy, self.seed, self.inside = model, nodes, codec, seed, inside
         self.step, self.epoch = 0, 0
         self.channels: dict[str, list[Channel]] = {}  #: of codecs with memory, one for each node
         self._parameters = [each for each in model.parameters() if each.requires_grad]
@@ -258,9 +258,7 @@ class Nodes:
                 owed = debt(channel, tensor.name, tensor.shape, node, self.count)
                 if owed is not None:
                     (held if pile.sums else held[node]).add_(owed)
-                for slot in list(channel.residuals):
-                    if slot.startswith((f"{tensor.name}/", f"{tensor.name}[")):
-                        channel.forget(slot)
+                channel.forget_name(tensor.name)
 
     def _reduced(self, pile: _Pile) -> Sequence[Tensor]:
         codec, schedule = pile.route

@@ -37,7 +37,7 @@ def obstacle(
     device: torch.device,
     model: nn.Module,
     loss: object = None,
-    wire: AnySpec | Policy = "fp32",
+    codec: AnySpec | Policy = "fp32",
     schedule: str = "auto",
 ) -> str | None:
     """Why steps cannot be recorded, or None.
@@ -50,7 +50,7 @@ def obstacle(
     """
     if device.type != "cuda":
         return f"steps are recorded on a GPU, not on {device.type}"
-    rules = wire.rules if isinstance(wire, Policy) else (Rule(wire, schedule),)
+    rules = codec.rules if isinstance(codec, Policy) else (Rule(codec, schedule),)
     for rule in rules:
         if rule.codec == LADDER or codecs.get(rule.codec).needs_rng or codecs.get(rule.codec).feedback:
             return f"{rule.codec} rounds at random or remembers: no two steps are alike"
@@ -227,10 +227,10 @@ def check(
     device: torch.device,
     model: nn.Module,
     loss: object,
-    wire: AnySpec | Policy,
+    codec: AnySpec | Policy,
     schedule: str = "auto",
 ) -> None:
     """Complain if steps should be recorded and cannot be."""
-    found = obstacle(device, model, loss, wire, schedule) if wanted else None
+    found = obstacle(device, model, loss, codec, schedule) if wanted else None
     if found:
         raise InputError(f"{found}; {ADVICE}")

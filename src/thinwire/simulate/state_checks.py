@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire import slots
 from thinwire.channel import Channel
 from thinwire.errors import InputError
 
@@ -167,8 +168,8 @@ def _channels(
         found.append(Channel(spec))
         found[-1].load_state_dict(each)
         for slot, shape in found[-1].shapes.items():
-            name = slot.partition("/")[0].partition("[")[0]
-            small = name in shapes and (slot.endswith("/q") or math.prod(shape) <= math.prod(shapes[name]))
+            name, is_start = slots.name_of(slot), slot.endswith(f"/{slots.START}")
+            small = name in shapes and (is_start or math.prod(shape) <= math.prod(shapes[name]))
             if not small:
                 raise InputError(
                     f"the state of {what} is of another model: nothing here owes {slot!r} {shape}"

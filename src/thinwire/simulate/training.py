@@ -101,7 +101,7 @@ def train(  # noqa: PLR0913
     *,
     tests: Images | tuple[Tensor, Tensor] | None = None,
     nodes: int = 1,
-    wire: AnySpec | Policy = "fp32",
+    codec: AnySpec | Policy = "fp32",
     schedule: str = "auto",
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
@@ -120,17 +120,17 @@ def train(  # noqa: PLR0913
     """Train a model in place with the gradients of `nodes` nodes, each with a micro-batch of its own.
 
     `data` is the name of an image set (`thinwire.data`), or images, or a pair of tensors, which are taken as
-    they are, but for bytes: those become float32. `wire` and `schedule` are those of `Nodes`; `settings` are
+    they are, but for bytes: those become float32. `codec` and `schedule` are those of `Nodes`; `settings` are
     fields of `Plan`, whose `decay` is that of any optimizer's rate: by default it falls to zero in a straight
-    line (`decay=lambda done: 1.0` keeps it). With `pure` there is one node, and
-    `wire` is a codec through which "gradients", or "activations" and errors, pass: Dettmers' pure 8-bit mode.
+    line (`decay=lambda done: 1.0` keeps it). With `pure` there is one node, and "gradients", or
+    "activations" and errors, pass through the codec: Dettmers' pure 8-bit mode.
     `each_step` is called after every step. With `recorded`, on a GPU, a step is recorded as a CUDA graph and
     replayed: small networks train several times as fast (`thinwire.simulate.recorded`).
 
     >>> from thinwire import simulate
     >>> x = torch.randn(256, 8)
     >>> model = nn.Linear(8, 2)
-    >>> done = simulate.train(model, (x, (x[:, 0] > 0).long()), nodes=16, wire="aps/e4m3", steps=20, batch=4)
+    >>> done = simulate.train(model, (x, (x[:, 0] > 0).long()), nodes=16, codec="aps/e4m3", steps=20, batch=4)
     >>> done.accuracy > 0.9
     True
     """
@@ -142,20 +142,20 @@ def train(  # noqa: PLR0913
     made = _made(optimizer or _sgd(plan), parameters)
     rates = [group["lr"] for group in made.param_groups]
     scaling = _scaling(loss_scale)
-    several = Nodes(model, nodes, "fp32" if pure else wire, "auto" if pure else schedule, seed=seed)
+    several = Nodes(model, nodes, "fp32" if pure else codec, "auto" if pure else schedule, seed=seed)
     draw = torch.Generator().manual_seed(seed)
     order = _order(len(images), plan.batch * nodes, draw)
     course = _Course(plan.steps, lambda: evaluate(model, tests), tell)
-    recording.check(recorded, device, model, loss, wire, schedule)
+    recording.check(recorded, device, model, loss, codec, schedule)
     backward, change = _ways(several, loss, together, made, recorded)
-    with _piped(model, pure, wire, nodes, seed), _seeded(seed, device):
+    with _piped(model, pure, codec, nodes, seed), _seeded(seed, device):
         for step in range(plan.steps):
             x, y = images.batch(next(order).to(device))
             x = augment(x, draw) if augment else x
             found = backward(x, y, scale=scaling.scale)
             if pure == GRADIENTS:
-                assert not isinstance(wire, Policy)
-                through.gradients_(model.parameters(), wire, seed=seed, step=step)
+                assert not isinstance(codec, Policy)
+                through.gradients_(model.parameters(), codec, seed=seed, step=step)
             for group, rate in zip(made.param_groups, rates, strict=True):
                 group["lr"] = rate * plan.share(step)
             finite = scaling.kind == NONE or scaling.unscale_(each.grad for each in model.parameters())
@@ -356,16 +356,16 @@ def _scaling(given: LossScale | float | str | None) -> LossScale:
 
 @contextlib.contextmanager
 def _piped(
-    model: nn.Module, pure: str | None, wire: AnySpec | Policy, nodes: int, seed: int
+    model: nn.Module, pure: str | None, codec: AnySpec | Policy, nodes: int, seed: int
 ) -> Iterator[None]:
     """In which activations and errors go through a codec, if that is asked for."""
     if pure not in (None, GRADIENTS, ACTIVATIONS):
         raise InputError(f"pure is '{GRADIENTS}' or '{ACTIVATIONS}', not '{pure}'")
-    if pure and (nodes != 1 or isinstance(wire, Policy)):
+    if pure and (nodes != 1 or isinstance(codec, Policy)):
         raise InputError(f"pure='{pure}' is for one node and one codec; leave out nodes, and give no policy")
     pipe = None
-    if pure == ACTIVATIONS and not isinstance(wire, Policy):
-        pipe = through.attach(model, wire, seed=seed)
+    if pure == ACTIVATIONS and not isinstance(codec, Policy):
+        pipe = through.attach(model, codec, seed=seed)
     try:
         yield
     finally:

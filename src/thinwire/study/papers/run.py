@@ -97,7 +97,7 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         images,
         tests=tests,
         nodes=table.nodes,
-        wire=wire,
+        codec=wire,
         schedule=arm.schedule,
         plan=_plan(table),
         optimizer=_optimizer(table, arm, net, trial.seed),
