@@ -18,7 +18,7 @@ are then views of it, under the same names.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from thinwire.rounding import Stream
 AS_IS = (f"/{slots.START}", f"/{slots.ERROR}")
 #: The codec in which a residual waits, by the feedback's dtype.
 STORES = {"bfloat16": "bf16", "int8": "int8/256"}
+
+
+Sent: TypeAlias = tuple[tuple[int, ...], str]  #: elements of tensors, and a schedule
 
 
 class Flat(Protocol):
@@ -60,8 +63,8 @@ class Channel:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of what each slot sends
     clock: Clock | None = field(default=None, repr=False, compare=False)  #: that counts time spent here
     _holdings: dict[str, Flat] = field(default_factory=dict, repr=False, compare=False)  #: by slot
-    #: Elements that a call has sent under a name, the same on all ranks.
-    _sizes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+    #: Elements that a call has sent under a name, and by which schedule; the same on all ranks.
+    _sizes: dict[tuple[str, str], Sent] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.codec = codecs.get(self.codec)
@@ -144,22 +147,27 @@ class Channel:
             return self
         return Channel(codec, self.residuals, self.shapes, self.clock, self._holdings, self._sizes)
 
-    def check_sizes(self, call: str, name: str, sizes: tuple[int, ...]) -> None:
-        """Refuse a call of other sizes under a name that was used, and not forgotten.
+    def check_sizes(self, call: str, name: str, sizes: tuple[int, ...], schedule: str = "") -> None:
+        """Refuse a call of other sizes, or another schedule, under a name that was used, and not forgotten.
 
         Sizes are those that all ranks pass alike, also ranks that owe nothing since they only receive. So all
         are told, and before anything is sent.
         """
-        known = self._sizes.get((call, name), sizes)
+        known, before = self._sizes.get((call, name), (sizes, schedule))
+        if before != schedule:
+            raise InputError(
+                f"'{name}' owes something to {before}, but is sent by {schedule}, which would not send it; "
+                "use one schedule for a name, another name, or forget the slot first"
+            )
         if known != sizes:
             raise InputError(
                 f"'{name}' owes something of {_counted(known)} elements, but {_counted(sizes)} are sent; "
                 "give tensors of another shape another name, or forget the slot first"
             )
 
-    def note_sizes(self, call: str, name: str, sizes: tuple[int, ...]) -> None:
+    def note_sizes(self, call: str, name: str, sizes: tuple[int, ...], schedule: str = "") -> None:
         """That a call of these sizes was made."""
-        self._sizes[call, name] = sizes
+        self._sizes[call, name] = sizes, schedule
 
     def forget_sizes(self, call: str, name: str) -> None:
         """That it was refused."""

@@ -19,7 +19,11 @@ from thinwire.runtimes import arguments, local
 from thinwire.runtimes import job as jobs
 from thinwire.runtimes.group_line import ranks_per_node
 from thinwire.runtimes.trace import trace
-from thinwire.schedules import SCHEDULES, AllGather
+from thinwire.schedules import SCHEDULES, AllGather, Buffers, Item
+from thinwire.schedules.batch import Batch
+from thinwire.schedules.reduce import two_shot
+from thinwire.schedules.seat import Cut
+from thinwire.schedules.use import Use
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 UNIT = 2.0**-24  # half a unit in the last place of float32, relative
@@ -220,6 +224,29 @@ def test_every_stage_and_name_on_every_rank_has_a_stream_of_its_own():
     assert len({tuple(stream.words(8).tolist()) for stream in found.values()}) == len(found)
     for (rank, name, stage), stream in found.items():
         assert stream == Stream(1, step=2, tensor=f"{name}/{stage}", rank=rank)
+
+
+def test_a_batch_draws_by_slots_too():
+    """Its wires are those of a codec with the streams that the stages are named by."""
+    codec, rng, x = codecs.get("qsgd4/64"), Stream(5, step=3, rank=0), gauss(500)
+    cut = Cut(codec, 500, 2)
+    batch = Batch([Item(500, Channel(codec), "w")], 0, 2, 1.0)
+    steps = two_shot(Use(batch, Buffers()).begin([x], rng, None))
+    sent = next(steps)
+    first, last = cut.parts
+    wires = [
+        codec.encode(x[start : start + numel], dataclasses.replace(rng, tensor=f"w/{stage}"))
+        for (start, numel, _), stage in ((first, "sent"), (last, "sent/tail"))
+    ]
+    assert torch.equal(sent.wire[: cut.sizes[0]], wires[0])
+    assert torch.equal(sent.wire[sent.stride or cut.sizes[0] :][: cut.sizes[1]], wires[1])
+    for rank in range(2):  # what came: the same shard twice
+        sent.out.view(2, -1)[rank, : cut.sizes[0]] = wires[0]
+    gathered = steps.send(None)
+    total = 2 * codec.decode(wires[0], cut.numels[0])
+    assert torch.equal(
+        gathered.wires[: cut.sizes[0]], codec.encode(total, dataclasses.replace(rng, tensor="w/reduced"))
+    )
 
 
 def test_ranks_with_the_same_numbers_do_not_round_alike():

@@ -28,7 +28,7 @@ from start_program import fork, join, meeting, raises, report, statuses
 import thinwire
 import thinwire.collectives  # before ranks are forked
 import thinwire.integrations
-from thinwire.errors import CommError, Disagreement, InputError
+from thinwire.errors import CommError, Disagreement, InputError, UnknownCodecError
 from thinwire.integrations.run import plain
 from thinwire.runtimes import gloo_line, local
 
@@ -195,7 +195,9 @@ def killed_in_training(rank, world, recipe):
     if recipe == "hook":
         model.register_comm_hook(*thinwire.hooks.get("int8", net))
     else:
-        thinwire.attach(model, recipe)
+        thinwire.attach(model, "int8" if recipe == "detached" else recipe)
+    if recipe == "detached":
+        thinwire.integrations.detach(model)
 
     def train():
         for step in range(2000):
@@ -310,6 +312,39 @@ def swapped_names(rank, world):
     good(world)
 
 
+def swapped_names_elsewhere(rank, world):
+    """The same for other collectives, and names that are longer than what ranks tell one another."""
+    one, other = ("a" * 600, "b" * 600) if rank else ("é" * 600, "b" * 600)
+    raises(Disagreement, "rank 0 called", good, world, name=one)
+    good(world, name=other)
+    name, x, many = f"w{min(rank, 1)}", torch.ones(10), torch.ones(10 * world)
+    for call in (
+        lambda: thinwire.all_gather(many, x, "int8/256", name=name),
+        lambda: thinwire.reduce_scatter(x, many, "int8/256", name=name),
+        lambda: thinwire.broadcast(x, 0, "int8/256", name=name),
+        lambda: thinwire.all_to_all(many, many.clone(), "int8/256", name=name),
+    ):
+        raises(Disagreement, ["named 'w0'", "named 'w1'"], call)
+    good(world)
+
+
+def swapped_sums(rank, world, sizes, codec):
+    """Known sums, which the network matches by nothing but their order, swapped on one rank."""
+    calls = [partial(good, world, size, codec, name=name) for size, name in zip(sizes, "ab", strict=True)]
+    for call in calls:
+        call()
+    first, second = calls if rank != 1 else calls[::-1]
+    raises(CommError, ["named 'a'", "named 'b'", f"failed on rank {rank}"], first)
+    raises(CommError, "no call can follow", second)
+
+
+def swapped_letters(rank, world):
+    """Messages of one size that are sent in one order and received in another."""
+    del world
+    call = thinwire.recv if rank else thinwire.send
+    raises(CommError, "send of 90", call, torch.ones(90), 1 - rank, "int8/256", name=f"w{rank}")
+
+
 def attached_differently(rank, world):
     """Options of attach that differ between ranks."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -317,6 +352,7 @@ def attached_differently(rank, world):
         ({"codec": "int8"}, {"codec": "int4"}),
         ({"double_buffer": True}, {}),
         ({"shadow": 5}, {}),
+        ({"seed": 1}, {}),
         ({"codec": "auto", "error_budget": 0.1}, {"codec": "auto"}),
         ({"codec": own_codec.mine()}, {"codec": own_codec.mine(0.5)}),
         ({"codec": own_codec.Steps(0.5)}, {"codec": own_codec.Steps(0.25)}),
@@ -566,8 +602,20 @@ def refused(rank, world):
         ([1.0, 2.0], "expected a torch.Tensor, got float"),
         ([], "empty list"),
         ([torch.ones(3), torch.ones(3).half()], "one dtype"),
+        (None, "expected a tensor, or a list of them, got NoneType"),
+        (torch.ones(4).expand(3, 4), "expanded or negated; pass x.clone()"),
+        (torch.ones(4, dtype=torch.complex64).conj().imag, "expanded or negated; pass x.clone()"),
     ):
         raises(InputError, text, thinwire.all_reduce, x, "int8/256")
+    for name in (None, 3, [["a"]], {"a": 1}, [3], b"x", []):
+        for codec in ("int8/256", thinwire.Channel("onebit/64+ef")):
+            raises(InputError, "name is a text", thinwire.all_reduce, torch.ones(4), codec, name=name)
+        raises(InputError, "name is a text", thinwire.broadcast, torch.ones(4), 0, "fp32", name=name)
+    raises(UnknownCodecError, "a codec is asked for by a spec", thinwire.all_reduce, torch.ones(4), [])
+    raises(InputError, "got NoneType", thinwire.all_gather, None, torch.ones(3), "fp32")
+    exchange = partial(thinwire.all_to_all, torch.ones(4), torch.ones(4), "fp32", None)
+    for sizes in ((2.0, 2.0, 0.0), "abc", 4, [-1, 4, 1], [4], [None] * 3):
+        raises(InputError, "whole numbers that add up to 4", exchange, sizes)
     raises(InputError, "cannot share evenly", thinwire.reduce_scatter, torch.ones(3), torch.ones(10), "fp32")
     raises(InputError, "output has 4", thinwire.reduce_scatter, torch.ones(4), torch.ones(9), "fp32")
     raises(
@@ -616,6 +664,12 @@ def reused(rank, world):
             state = channel.state_dict()
             channel.load_state_dict(state)
         assert found
+    channel, x = thinwire.Channel("onebit/64+ef"), torch.ones(999)
+    thinwire.all_reduce(x, channel, schedule="two_shot")
+    text = ["owes something to two_shot, but is sent by ring", OTHER]
+    raises(InputError, text, thinwire.all_reduce, x, channel, schedule="ring")
+    good(world)
+    thinwire.all_reduce(x, channel, schedule="two_shot")
     two = thinwire.Channel("onebit/64+ef")
     options = {"name": "two", "async_op": True}
     for _ in range(20):  # refused when it is made, whatever has begun by then on this rank
@@ -716,17 +770,21 @@ TRAINING = {
     f"killed_in_training_{recipe}": Scenario(
         partial(killed_in_training, recipe=recipe), 3 if recipe == "fp32" else 2, (1,), 2 * LATE_S
     )
-    for recipe in ("fp32", "fp16", "int8", "onebit", "powersgd", "auto", "hook")
+    for recipe in ("fp32", "fp16", "int8", "onebit", "powersgd", "auto", "hook", "detached")
 }
 DISAGREE = {
     each.__name__: Scenario(each)
     for each in (
         other_codec, other_own_codec, other_schedule, other_size, other_size_async, other_dtype, other_node,
-        sums_or_not, sums_or_not_async, swapped_new, swapped_names, swapped, uneven, attached_differently,
+        sums_or_not, sums_or_not_async, swapped_new, swapped_names, swapped_names_elsewhere, swapped, uneven,
+        attached_differently,
     )
 }  # fmt: skip
 DISAGREE["swapped_checked"] = Scenario(swapped_checked, within_s=SOON_S, debug=True)
 DISAGREE["letter_of_another_size"] = Scenario(letter_of_another_size, world=2)
+DISAGREE["swapped_letters"] = Scenario(swapped_letters, world=2)
+for sizes, codec in (((500, 500), "fp32"), ((1000, 200_000), "fp32"), ((500, 600), "fp16")):
+    DISAGREE[f"swapped_sums_{codec}_{sizes[1]}"] = Scenario(partial(swapped_sums, sizes=sizes, codec=codec))
 ENDS = {
     each.__name__: Scenario(each)
     for each in (

@@ -355,3 +355,16 @@ def test_waits_of_steps_add_up_and_the_one_under_way_counts_once(monkeypatch):
     assert meter.wait_s() == pytest.approx(7.0)  # however often it is asked
     assert meter.steps_s() == pytest.approx([7.0, 9.0])
     assert meter.step_s() == pytest.approx(8.0)
+
+
+def test_usual_times_are_without_the_first_steps(monkeypatch):
+    """Those load and compile; a short run has no others."""
+    found = iter([0.0, 10.0, 20.0, 21.0, 22.0, 22.0])
+    meter = Meter()
+    monkeypatch.setattr(meter, "seconds", lambda: {"wait": waited[0]})
+    waited = [next(found)]
+    for step in range(4):
+        meter.begin_step()
+        waited[0] = next(found)
+        expected = {0: 10.0, 1: 10.0, 2: 1.0, 3: 1.0}[step]
+        assert meter.usual_s() == {"wait": expected}, step

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinwire.errors import CommError
+from thinwire.errors import CommError, InputError
 from thinwire.runtimes.job import Call, Job
 from thinwire.runtimes.lane import Lane, Running
 from thinwire.runtimes.work import Work
@@ -40,6 +40,30 @@ def running(fails, number):
     job.after = lambda: fail(fails == "after")
     begin = lambda: fail(fails == "begin")  # noqa: E731
     return Running(job, Work(None, CPU), post, begin, lambda: False, False, number)
+
+
+def test_a_call_that_is_refused_before_it_sends_leaves_the_lane_usable():
+    lane = Lane([], lambda error, _: pytest.fail(f"gave up: {error}"), lambda: None)
+    calls = running("", 0), running("", 1), running("", 2)
+
+    def refuse():
+        raise InputError("of another size")
+
+    calls[1].begin = refuse
+    for each in calls:
+        lane.put(each)
+    with pytest.raises(InputError, match="of another size"):
+        calls[1].work.wait(10)
+    assert calls[2].work.wait(10)
+    assert lane.idle
+
+
+def test_a_call_that_has_sent_something_cannot_be_taken_back():
+    call = running("", 0)
+    assert call.spares(InputError("x"))
+    assert not call.spares(CommError("x"))
+    call.sent = True
+    assert not call.spares(InputError("x"))
 
 
 @pytest.mark.parametrize("fails", PLACES)

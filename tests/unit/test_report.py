@@ -17,6 +17,7 @@ from thinwire import cli, report
 from thinwire.errors import MissingDependencyError, ThinwireError
 from thinwire.report import text
 from thinwire.report.figures import figures
+from thinwire.report.headline import _beside
 from thinwire.report.theme import KNOWN, SHAPES, TEMPLATES, styles
 from thinwire.study import Point
 from thinwire.study.store import Store
@@ -218,6 +219,14 @@ def test_auto_names_what_it_chose():
     )
     assert by_name["int8"]["measured_step_s"] is None
     assert not by_name["onebit"]["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [(0.0012, "0.12 points higher"), (-0.0344, "3.44 points lower"), (0.00004, "at the same accuracy")],
+)
+def test_differences_of_one_seed_have_two_decimals(difference, said):
+    assert said in _beside(difference)
 
 
 def test_a_slower_codec_is_called_slower():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire import Channel, ThinwireError, policy
+from thinwire import Channel, ThinwireError, integrations, policy
 from thinwire.errors import InputError
 from thinwire.integrations.auto import Candidate, Choice
 from thinwire.integrations.futures import ready
@@ -334,10 +334,8 @@ HARMLESS = [
     *((path, ("extra",)) for path in ((), ("ladder",), ("auto",), ("channels", "*"))),  # of a later version
     (("step",), LATER),
     (("epoch",), LATER),
-    (("stale", "*"), (*BAD, "half", "drop")),  # of 16 bits; without one a step has zeros
+    (("stale", "*"), (*BAD, "half")),  # of 16 bits
     (("debts", "*"), ("drop",)),  # nothing is owed
-    (("channels", "*"), ("drop",)),  # nothing is owed to this codec
-    (("routes", "b"), ("drop",)),  # of a tensor that owes nothing, which has not been sent yet
     *((("ladder", name), LATER) for name in COUNTS),
     (("ladder", "level"), ("more",)),
     (("ladder", "sums", "*"), BAD),
@@ -415,6 +413,49 @@ def test_a_state_that_is_whole_is_taken(found):
     wire.load_state_dict(found())
     assert same({**wire.state_dict(), "auto": {}}, {**found(), "auto": {}})
     assert wire.policy == (policy.get("int8") if found is PILOTED else POLICY)
+
+
+def test_a_state_that_lacks_something_is_refused():
+    """What was owed would be lost without a word."""
+    for key, said in (("channels", "is missing"), ("stale", "of some tensors, but not of all")):
+        owing = [
+            name for name, held in MIXED()["channels"].items() if held["residuals"] and name != "fp32+ef"
+        ]
+        assert owing
+        for name in owing if key == "channels" else MIXED()[key]:
+            state = copy.deepcopy(MIXED())
+            del state[key][name]
+            with pytest.raises(InputError, match=said):
+                Wires().run(1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (5, 3)])
+def test_a_state_of_no_rank_is_refused(rank, world):
+    with pytest.raises(InputError, match=f"it is of rank {rank} of {world}"):
+        Wires().run(1).load_state_dict({**MIXED(), "rank": rank, "world": world})
+
+
+def test_residuals_of_a_rank_are_not_for_any_number_of_ranks():
+    with pytest.raises(InputError, match="for any number of ranks, but has residuals of one rank"):
+        Wires().run(1).load_state_dict({**MIXED(), "rank": -1, "world": 0})
+
+
+def test_what_is_not_a_number_is_no_time():
+    state = copy.deepcopy(PILOTED())
+    state["auto"]["fp32_step_s"] = torch.ones(3)
+    with pytest.raises(InputError, match="does not say how long steps took"):
+        a_piloted(step=False).load_state_dict(state)
+
+
+def test_what_is_no_checkpoint_is_refused_in_words(tmp_path):
+    with pytest.raises(InputError, match="is no checkpoint of torch"):
+        integrations.load_sharded(Wires().run(1), tmp_path / "nowhere")
+    (tmp_path / ".metadata").write_bytes(b"x")
+    with pytest.raises(InputError, match="is no checkpoint of torch"):
+        integrations.load_sharded(Wires().run(1), tmp_path)
+    for states, shapes in ((None, {}), (3, {}), ([MIXED()], None)):
+        with pytest.raises(InputError, match="reshard takes a list of all ranks' states"):
+            integrations.reshard(states, shapes)
 
 
 def test_stale_gradients_need_double_buffering():

@@ -4,12 +4,14 @@ That no step has to load any is checked on real ranks, by every recipe in `tests
 """
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from thinwire import policy
-from thinwire.integrations import warm
+from thinwire.integrations import ddp, warm
 from thinwire.integrations.routes import Route
 from thinwire.policy import LADDER, Ladder, Policy, Rule, Tensorlike
 
@@ -51,3 +53,25 @@ def test_what_auto_looks_at_is_used_too(monkeypatch):
     monkeypatch.setattr(warm.Auditor, "see", lambda self, tensors: seen.append((self.recipes, len(tensors))))
     warm.warm([], CPU, seen.append, audit=("int8", "onebit"))
     assert seen == [(("int8", "onebit"), 1)] * 2
+
+
+def test_attach_warms_up_before_it_returns(monkeypatch):
+    """Without that the first step compiles, and stands still without a word."""
+    warmed = []
+    monkeypatch.setattr(ddp.warm, "warm", lambda routes, *_, **__: warmed.append(list(routes)))
+    wire = SimpleNamespace(world=2, policy=policy.get("int8"), pilot=None, rank=0, trained=TENSORS)
+    ddp._prepare(wire, nn.Linear(300, 400))
+    assert warmed == [[Route("int8/256", "one_shot")]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "said"),
+    [
+        ("int8", (300, 300), "thinwire: int8: compressing 1 of 1 tensors, 25."),
+        ("int8", (10, 3), "all 1 tensors stay in fp32 (too small"),
+        ("noop", (300, 300), "noop: nothing is sent and replicas drift apart"),
+    ],
+)
+def test_the_first_line_says_what_is_compressed(recipe, shape, said):
+    wire = SimpleNamespace(policy=policy.get(recipe), pilot=None)
+    assert said in ddp._first_line(wire, [Tensorlike("w", "weight", shape)])

@@ -21,6 +21,7 @@ from thinwire import buffers
 from thinwire.codecs.described import RESIDUALS, Section, section
 from thinwire.codecs.segmented import Run, Segmented, rows_of, write_tags
 from thinwire.errors import CodecError, InputError, WireError
+from thinwire.outside import outside_of_graphs
 from thinwire.rounding import Stream
 
 __all__ = ["RESIDUALS", "Codec", "Run", "Section", "check_vector", "section", "write_tags"]
@@ -45,6 +46,7 @@ class Codec(Segmented):
 
     # Encode and decode
 
+    @outside_of_graphs
     def encode(
         self,
         x: Tensor,
@@ -80,6 +82,7 @@ class Codec(Segmented):
             buffers.deliver(held, residual)
         return buffers.deliver(wire, target)
 
+    @outside_of_graphs
     def decode(self, wire: Tensor, numel: int, *, weight: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Bytes [..., nbytes(numel)] to float32 [..., numel], times a weight that goes into the scales."""
         self._check_wire(wire, numel)
@@ -92,6 +95,7 @@ class Codec(Segmented):
         self._decode(_aligned(wire), values, weight, add=False)
         return buffers.deliver(values, target)
 
+    @outside_of_graphs
     def decode_add(self, wire: Tensor, out: Tensor, weight: float = 1.0) -> Tensor:
         """`out += weight * decode(wire)` in one pass; the weight is folded into the scales."""
         if not isinstance(out, Tensor) or out.dtype != torch.float32:
@@ -107,6 +111,7 @@ class Codec(Segmented):
         self._decode(_aligned(wire), values, weight, add=True)
         return buffers.deliver(values, out)
 
+    @outside_of_graphs
     def reduce_encode(
         self,
         wires: Tensor,

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs.own import identity
-from thinwire.collectives.outside import outside_of_graphs
 from thinwire.errors import InputError, ThinwireError, is_refusal
+from thinwire.outside import outside_of_graphs
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
 from thinwire.runtimes import job as jobs
@@ -76,6 +76,7 @@ def reduce_scatter(
             f"rank {here.rank} gets {parts[here.rank].numel()} elements; output has {output.numel()}"
         )
     seat = arguments.plain_seat(here, codec, name, rng, 1.0 / here.world if is_mean(op) else 1.0)
+    arguments.check_written([output])
     outs, after = arguments.rooms([output], filled=False)
     call = arguments.call_of(
         "reduce_scatter", parts, seat.channel, "", ("mean" if is_mean(op) else "sum") + named(name)
@@ -107,6 +108,7 @@ def all_gather(
             f"its part of output has {parts[here.rank].numel()}"
         )
     seat = arguments.plain_seat(here, codec, name, rng)
+    arguments.check_written(parts)
     outs, after = arguments.rooms(parts, filled=False)
     call = arguments.call_of("all_gather", parts, seat.channel, "", named(name).removeprefix(", "))
 
@@ -138,6 +140,7 @@ def all_to_all(  # noqa: PLR0913
     parts = arguments.parts(input, here.world, "input", input_split_sizes)
     rooms = arguments.parts(output, here.world, "output", output_split_sizes)
     seat = arguments.plain_seat(here, codec, name, rng)
+    arguments.check_written(rooms)
     outs, after = arguments.rooms(rooms, filled=False)
     dtype = str(parts[0].dtype).removeprefix("torch.")
     call = Call("all_to_all", identity(seat.codec), (), dtype, "", named(name).removeprefix(", "))
@@ -166,6 +169,7 @@ def broadcast(
     here = line(group, check([tensor]))
     source = _place(here, src, "src")
     seat = arguments.plain_seat(here, codec, name, rng)
+    arguments.check_written([tensor])
     outs, after = arguments.rooms([tensor], filled=True)
     call = arguments.call_of("broadcast", [tensor], seat.channel, "", f"from rank {src}{named(name)}")
 
@@ -247,9 +251,11 @@ def _message(
     seat = arguments.plain_seat(
         here, codec, name, Stream(0, step=number, tensor=road) if rng is None else rng
     )
+    if not sends:
+        arguments.check_written([tensor])
     outs, after = arguments.rooms([tensor], filled=True)
     between = f"from rank {here.ranks[way[0]]} to rank {here.ranks[way[1]]}"
-    call = arguments.call_of("send", [tensor], seat.channel, "", between)
+    call = arguments.call_of("send", [tensor], seat.channel, "", f"{between}{named(name)}")
     steps = moves.send if sends else moves.recv
     job = _single(call, lambda own: steps(outs[0], own, peer), seat, tensor, None if sends else after)
     return here, job, way

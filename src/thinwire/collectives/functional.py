@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import calls
-from thinwire.collectives.outside import outside_of_graphs
+from thinwire.outside import outside_of_graphs
 from thinwire.runtimes import arguments
 from thinwire.runtimes.arguments import AnyCodec
 from thinwire.runtimes.lines import Group, line

@@ -332,7 +332,7 @@ class Choice:
         chosen = state.get("chosen")
         if not isinstance(chosen, str) or chosen not in ["fp32", *(row.codec for row in found)]:
             raise InputError(f"the state is damaged: 'auto' chose {chosen!r}, no candidate")
-        times = [*tried.values(), step_s or 0.0] if isinstance(tried, Mapping) else [None]
+        times = [*tried.values(), 0.0 if step_s is None else step_s] if isinstance(tried, Mapping) else [None]
         if not all(map(_is_number, times)) or not all(isinstance(name, str) for name in tried or ()):
             raise InputError("the state is damaged: 'auto' does not say how long steps took")
         self.rows, self.chosen, self.settled, self.tried = found, chosen, True, dict(tried or {})

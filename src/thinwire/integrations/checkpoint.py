@@ -10,6 +10,7 @@ another number gets the same debts (see `state`).
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -35,7 +36,10 @@ def load_sharded(wire: Wire, checkpoint: str | Path, key: str = "wire") -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(str(checkpoint))
-    metadata = reader.read_metadata()
+    try:
+        metadata = reader.read_metadata()
+    except (OSError, EOFError, UnpicklingError) as error:
+        raise InputError(f"{checkpoint} is no checkpoint of torch.distributed.checkpoint: {error}") from None
     paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
     found: dict[str, dict[str, Any]] = {}
     for name, stored in metadata.state_dict_metadata.items():

@@ -4,7 +4,6 @@ model = DistributedDataParallel(net)
 wire = thinwire.attach(model, "int8")          # one line
 """
 
-import logging
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from thinwire.policy import LADDER, NOOP, Policy, Tensorlike
 from thinwire.runtimes import process_group
 from thinwire.runtimes.job import Call
 
-log = logging.getLogger(__name__)
 COMPILING = 3  #: steps in which a GPU's kernels are compiled: DDP makes its buckets anew after the first
 AUTO = "auto"
 
@@ -93,7 +91,7 @@ def attach(
     wire.joins = True  # DDP uses gradients when all buckets are there
     if wire.rank == 0:
         wire.board = None if tensorboard is None else Board(tensorboard)
-        log.info(said)
+        tell(said)
     return wire
 
 
@@ -176,7 +174,7 @@ def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     wire = state.wire if isinstance(state, Slot) else state
     assert isinstance(wire, Wire)
     if wire.detached:
-        return plain(bucket.buffer(), wire.group)
+        return wire.promised(plain(bucket.buffer(), wire.group), bucket)
     if wire.step > COMPILING or wire.rank or not bucket.buffer().is_cuda:
         return wire.reduce(bucket)
     with warm.patience(tell, bucket.buffer().device):

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -114,6 +115,7 @@ class Models:
 
         for module in (torch.multiprocessing, spawning):
             module.start_processes = start_processes  # type: ignore[attr-defined]
+        _hide_store_from_children()
         for kind in (FullyShardedDataParallel, FSDPState):
             self._notice(kind, FSDP)
 
@@ -200,6 +202,25 @@ class Models:
                 **_bytes(found),
             }
         )
+
+
+def _hide_store_from_children() -> None:
+    """Processes that the script starts make groups of their own: they must not look for the launcher's store.
+
+    Workers of data loaders start alike, and notice nothing.
+    """
+    begin = BaseProcess.start
+
+    @functools.wraps(begin)
+    def start(process: BaseProcess) -> None:
+        held = os.environ.pop(AGENT_STORE, None)
+        try:
+            begin(process)
+        finally:
+            if held is not None:
+                os.environ[AGENT_STORE] = held
+
+    BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 
 def _bytes(counted: list[Mapping[str, Any]]) -> dict[str, int]:

@@ -123,6 +123,8 @@ def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int,
 
     `shapes` are those of the parameters, by name. What the averaged gradient is owed stays as it was.
     """
+    if not isinstance(states, Sequence) or not isinstance(shapes, Mapping):
+        raise InputError("reshard takes a list of all ranks' states, and the shapes of parameters by name")
     for state in states:
         if unknown := sorted(names_of(state, check(state)) - shapes.keys()):
             raise InputError(f"the states owe something of {', '.join(unknown[:4])}; shapes lacks that")

@@ -19,7 +19,9 @@ from thinwire.integrations.ladder import Climber
 from thinwire.runtimes import arguments
 from thinwire.runtimes.job import Call, Plan, Ranks
 from thinwire.schedules import Item
+from thinwire.schedules.low_rank import LOW_RANK
 from thinwire.schedules.reduce import one_shot, two_shot
+from thinwire.schedules.traits import feeds_back
 
 VERSION = 3
 KEYS = ("policy", "step", "epoch", "rank", "world", "channels", "routes", "debts", "stale", "ladder", "auto")
@@ -119,6 +121,13 @@ def check_model(state: Mapping[str, Any], channels: Mapping[str, Channel], shape
             if route[0] != codec:
                 raise damaged(f"{name} owes something to {codec}, but its route is {route[0]}")
             _check_slots(channels[codec], name, shapes[name], route[1], state["rank"], state["world"])
+    for name, (codec, schedule) in state["routes"].items():
+        owes = feeds_back(codecs.get(codec)) and not schedule.startswith(LOW_RANK) and state["world"] > 1
+        if owes and math.prod(shapes.get(name, (0,))) and name not in owners.get(codec, ()):
+            raise damaged(f"what {name} owes to {codec} is missing")
+    if state["stale"] and state["stale"].keys() != state["routes"].keys():
+        some = sorted(state["stale"].keys() ^ state["routes"].keys())[0]
+        raise damaged(f"it has gradients of the last step of some tensors, but not of all, {some} for one")
 
 
 def names_of(state: Mapping[str, Any], channels: Mapping[str, Channel]) -> set[str]:

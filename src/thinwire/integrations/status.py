@@ -183,10 +183,17 @@ def find(which: str | None = None) -> Path:
     for each in (path, *(each for each in known if each.stem == which)):
         if read(each) is not None:
             return each
-    if path.is_file():
+    if _is_file(path):
         raise LaunchError(f"{path} is no status file of a job: {_parse(path)[1]}; {HOW}")
     listed = f"jobs are: {', '.join(each.stem for each in known)}" if known else f"no job runs or ran; {HOW}"
     raise LaunchError(f"'{which}' is no job and no status file; {listed}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no file can have such a name
+        return False
 
 
 def clean() -> None:

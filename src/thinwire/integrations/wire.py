@@ -138,10 +138,14 @@ class Wire:
         self.meter.sent_nbytes += plan.sent_nbytes
         self.meter.fp32_nbytes += plan.fp32_nbytes
         if self.pilot is not None and self.pilot.defers and not self.double_buffer:
-            return self._deferred(plan, buffer, last=bucket.is_last())
+            return self.promised(self._deferred(plan, buffer, last=bucket.is_last()), bucket)
         if self.double_buffer:
             return self._exchanged(plan, buffer)
-        future = self._reduced(plan, buffer, self._under_way if self.joins else None)
+        return self.promised(self._reduced(plan, buffer, self._under_way if self.joins else None), bucket)
+
+    def promised(self, future: "Future[Tensor]", bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
+        """A future that the hook returns; what goes wrong is raised as it is when the backward pass ends."""
+        self.device = bucket.buffer().device
         self._join(future, last=bucket.is_last())
         return future
 

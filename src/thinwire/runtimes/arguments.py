@@ -16,6 +16,7 @@ from thinwire.codecs import AnySpec, Codec, OneBitColumn
 from thinwire.codecs import get as get_codec
 from thinwire.codecs.own import identity
 from thinwire.errors import CodecError, InputError, ScheduleError
+from thinwire.formats import Format
 from thinwire.rounding import Stream
 from thinwire.runtimes.job import Call, Job, Plan, Ranks
 from thinwire.schedules import Item, Schedule, Seat
@@ -136,6 +137,10 @@ def reduction_of(
 ) -> Reduction:
     """An all-reduce from what a caller passes: worked out, or known from an earlier call."""
     device = check(tensors)
+    check_written(tensors)
+    check_name(name)
+    if not isinstance(codec, str | Codec | Channel | Format):
+        get_codec(codec)  # which says what a codec is
 
     def make() -> Reduction:
         return reduction(tensors, codec, op, schedule, here, name)
@@ -211,7 +216,21 @@ def is_mean(op: object) -> bool:
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """One tensor, or several, as a list."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    if isinstance(tensors, str) or not isinstance(tensors, Sequence):
+        raise InputError(f"expected a tensor, or a list of them, got {type(tensors).__name__}")
+    return list(tensors)
+
+
+def check_written(tensors: Sequence[Tensor]) -> None:
+    """That results can be written into these tensors."""
+    for x in tensors:
+        if x.is_neg() or torch._debug_has_internal_overlap(x) == 1:
+            raise InputError(
+                f"results cannot be written into a tensor of shape {tuple(x.shape)} and stride {x.stride()}, "
+                "a view that was expanded or negated; pass x.clone()"
+            )
 
 
 def check(tensors: Sequence[Tensor]) -> torch.device:
@@ -306,12 +325,20 @@ def call_of(op: str, tensors: Sequence[Tensor], channel: Channel, schedule: str,
     return Call(op, identity(codec_of(channel)), tuple(x.numel() for x in tensors), dtype, schedule, detail)
 
 
+def check_name(name: object) -> None:
+    """That a name is a text, or several are."""
+    several = list(name) if isinstance(name, list | tuple) else [name]
+    if not several or not all(isinstance(each, str) for each in several):
+        raise InputError(f"name is a text, or a list of one for every tensor, not {name!r}")
+
+
 def named(name: str | Sequence[str]) -> str:
     """What a call's name adds to its text: ranks that call by different names mean different tensors.
 
     >>> named("tensor"), named("fc1.weight")
     ('', ", named 'fc1.weight'")
     """
+    check_name(name)
     if isinstance(name, str):
         return "" if name == USUAL_NAME else f", named '{name}'"
     return f", named '{name[0]}' and {len(name) - 1} more ({zlib.crc32(repr(list(name)).encode()):08x})"
@@ -349,16 +376,18 @@ def parts(
 ) -> list[Tensor]:
     """One tensor for each rank: a list as it is, a tensor cut along its first dimension."""
     if not isinstance(tensors, Tensor):
+        tensors = listed(tensors)
         if len(tensors) != world:
             raise InputError(f"{what} must have one tensor for each of {world} ranks, not {len(tensors)}")
         return list(tensors)
     if sizes is not None:
-        if len(sizes) != world or sum(sizes) != tensors.shape[0]:
+        each = list(sizes) if isinstance(sizes, list | tuple) else []
+        if len(each) != world or any(type(n) is not int or n < 0 for n in each) or sum(each) != len(tensors):
             raise InputError(
-                f"{what}_split_sizes must be {world} numbers that add up to {tensors.shape[0]}, "
-                f"not {list(sizes)}"
+                f"{what}_split_sizes must be {world} whole numbers that add up to {tensors.shape[0]}, "
+                f"not {sizes!r}"
             )
-        return list(tensors.split(list(sizes)))
+        return list(tensors.split(each))
     flat = tensors if tensors.dim() and tensors.shape[0] % world == 0 else tensors.view(-1)
     if flat.numel() % world or flat.shape[0] % world:
         raise InputError(

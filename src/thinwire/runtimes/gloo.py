@@ -78,7 +78,7 @@ class Gloo:
     def post(self, request: Request, tag: int) -> Messages:
         """Start all messages of an exchange: rooms first, so that nothing has to wait for them."""
         if isinstance(request, AllReduce):
-            return self._add(request)
+            return self._add(request, tag)
         messages = Messages()
         rank, early = self.group.rank(), not (isinstance(request, AllGather) and request.wires.is_cuda)
         if not early:
@@ -106,10 +106,24 @@ class Gloo:
                 peers = (peer for peer in range(group.size()) if peer != group.rank())
                 any(_timed_out(group, peer) for peer in peers)  # those that are gone cannot be waited for
 
-    def _add(self, request: AllReduce) -> Messages:
+    def _line_up(self, tag: int) -> None:
+        """Wait until the neighbours make the same sum: gloo matches sums by nothing but their order.
+
+        Ranks that make known sums in different orders time out here, and neither add what does not belong
+        together nor, where sizes differ, take the process down.
+        """
+        rank, world = self.group.rank(), self.group.size()
+        came, goes = torch.empty(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        messages = Messages()
+        self._start(self.group.recv, [((rank - 1) % world, came)], "came from", tag, messages)
+        self._start(self.group.send, [((rank + 1) % world, goes)], "was taken by", tag, messages)
+        messages.wait()
+
+    def _add(self, request: AllReduce, tag: int) -> Messages:
         assert self.sums is not None
         if request.peers is not None:
             raise CommError("the network adds over all ranks of a group, not over some")
+        self._line_up(tag)
         messages = Messages()
         values = request.values
         if values.is_cuda:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import socket
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -135,9 +136,9 @@ class GroupLine(abc.ABC):
         if len(set(self._everyone(digest, number, CALLS))) == 1:
             self._known.add(call)
             return
-        said = self._everyone(str(call).encode()[:TEXT_NBYTES].ljust(TEXT_NBYTES), number, TEXTS)
-        named = zip(self.ranks, said, strict=True)
-        calls = "; ".join(f"rank {rank} called {each.decode().strip()}" for rank, each in named)
+        said = self._everyone(_text(call), number, TEXTS)
+        texts = [each.decode(errors="ignore").strip() for each in said]
+        calls = "; ".join(f"rank {rank} called {text}" for rank, text in zip(self.ranks, texts, strict=True))
         raise Disagreement(f"ranks disagree: {calls}")
 
     def compare(self, call: Call) -> None:
@@ -153,6 +154,14 @@ class GroupLine(abc.ABC):
 
     def _greets(self, call: Call) -> bool:
         return self.world > 1 and (call not in self._known or checks_every_call())
+
+
+def _text(call: Call) -> bytes:
+    """A call in words, cut to `TEXT_NBYTES`; what is cut off shows in a check sum."""
+    text = str(call).encode(errors="replace")
+    if len(text) > TEXT_NBYTES:
+        text = text[: TEXT_NBYTES - 16] + f" ... {zlib.crc32(text):08x}".encode()
+    return text.ljust(TEXT_NBYTES)
 
 
 def checks_every_call() -> bool:

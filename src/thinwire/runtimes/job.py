@@ -149,6 +149,7 @@ class Named:
 
     op: str
     names: tuple[tuple[Channel, str, tuple[int, ...]], ...] = ()
+    schedule: str = ""
 
     def claim(self) -> None:
         """Refuse names that owe something of other sizes, and note the sizes: when the call is made.
@@ -156,9 +157,9 @@ class Named:
         Not when it begins, which may be later on one rank than on another: all refuse the same calls.
         """
         for channel, name, sizes in self.names:
-            channel.check_sizes(self.op, name, sizes)
+            channel.check_sizes(self.op, name, sizes, self.schedule)
         for channel, name, sizes in self.names:
-            channel.note_sizes(self.op, name, sizes)
+            channel.note_sizes(self.op, name, sizes, self.schedule)
 
     def release(self) -> None:
         """The call was refused: what it claimed is not known any more."""
@@ -199,9 +200,8 @@ class Plan:
         self._here, self._how = here, {"weight": weight, "together": together}
         self.place: int | None = None  #: which of a runtime's streams it uses
         self.recordings: dict[tuple[int, ...], Any] = {}  #: kept by a runtime, by where the vectors are
-        self.named = Named(
-            call.op, tuple((item.channel, item.name, (item.numel,)) for item in items if item.codec.feedback)
-        )
+        owing = tuple((item.channel, item.name, (item.numel,)) for item in items if item.codec.feedback)
+        self.named = Named(call.op, owing, schedule.spec)
         self.agreement = Agreement(self.items if here.world > 1 else (), here.rank, here.world)
         numels = [item.numel if here.world > 1 else 0 for item in items]
         groups = spans(numels, [item.codec for item in items], schedule, together=together)

@@ -15,6 +15,7 @@ from torch import Tensor
 from thinwire.channel import Channel
 from thinwire.codecs import Block, Codec
 from thinwire.errors import CommError, InputError
+from thinwire.outside import outside_of_graphs
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import (
     SUM,
@@ -64,6 +65,7 @@ class Rank:
         return self.node
 
 
+@outside_of_graphs
 def all_reduce(
     tensors: Sequence[Tensor | Sequence[Tensor]],
     codec: AnyCodec | Sequence[AnyCodec],
@@ -96,6 +98,7 @@ def all_reduce(
     )
 
 
+@outside_of_graphs
 def all_reduce_rows(
     rows: Sequence[Tensor],
     codec: AnyCodec | Sequence[AnyCodec],

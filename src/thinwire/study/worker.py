@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -243,14 +243,30 @@ def _plain_nbytes(model: DistributedDataParallel) -> int:
     return trace(numel, "fp32", dist.get_world_size(), "native").sent_nbytes
 
 
+def parts_of_a_step(
+    times_s: Sequence[float], totals_s: Mapping[str, float], compute_s: float
+) -> dict[str, float]:
+    """Where the time of a step goes, on average over all of them: computing and waiting are all of it.
+
+    Without counts of waiting it is what is left of a step beside computing.
+
+    >>> parts_of_a_step([1.0, 1.0, 4.0], {"wait": 1.5}, 0.2)
+    {'compute': 1.5, 'wait': 0.5}
+    >>> parts_of_a_step([1.0, 3.0], {}, 0.5)
+    {'compute': 0.5, 'wait': 1.5}
+    """
+    mean_s = statistics.fmean(times_s)
+    seconds = {name: each / len(times_s) for name, each in totals_s.items()}
+    seconds.setdefault("wait", max(0.0, mean_s - compute_s))
+    return {"compute": max(0.0, mean_s - seconds["wait"]), **seconds}
+
+
 def _record(
     trial: Trial, course: Course, model: DistributedDataParallel, wire: Wire | None, compute_s: float
 ) -> Record:
     stats = wire.stats() if wire else {}
     auto = stats.get("auto")
-    step_s, mean_s = statistics.median(course.times_s), statistics.fmean(course.times_s)
-    seconds = {name: each / trial.steps for name, each in stats.get("seconds", {}).items()}
-    seconds.setdefault("wait", max(0.0, mean_s - compute_s))
+    step_s = statistics.median(course.times_s)
     sent, fp32 = _sent(wire, model, trial.steps), trial.steps * _plain_nbytes(model)
     last = course.points[-1].accuracy
     assert last is not None
@@ -262,7 +278,7 @@ def _record(
         samples_per_s=trial.batch * trial.hosts / step_s,
         sent_nbytes_per_step=sent / trial.steps,
         fp32_nbytes_per_step=fp32 / trial.steps,
-        seconds={"compute": max(0.0, mean_s - seconds["wait"]), **seconds},
+        seconds=parts_of_a_step(course.times_s, stats.get("seconds", {}), compute_s),
         overlap=stats.get("overlap", 0.0),
         layers=tuple(_layer(name, each) for name, each in stats.get("layers", {}).items()),
         replicas_equal=course.equal,
