@@ -33,6 +33,7 @@ def pytest_configure():
 
     And one thread for each of several workers: theirs keep each other waiting.
     """
+    os.environ.pop("COLUMNS", None)  # pytest tells its workers how wide the terminal is
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     changed = max(path.stat().st_mtime for path in KERNELS.glob("*loops.py"))

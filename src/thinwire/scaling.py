@@ -42,6 +42,8 @@ from thinwire.kernels.params import (
 )
 from thinwire.kernels.reference import INFINITY
 
+LARGEST = torch.finfo(torch.float32).max
+
 CHOICES = ("absmax", "pow2", "floor", "percentile", "l2", "rms", "cells", "fixed")
 STORES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "e8m0": E8M0, "e4m3": E4M3}
 MARGINS = ("", "world", "sqrt")
@@ -112,7 +114,7 @@ def of_magnitudes(scaling: Scaling, magnitude: Tensor, limit: float, world: int 
 def _scales(scaling: Scaling, found: Tensor, bad: Tensor, limit: float, world: int) -> Tensor:
     """From what becomes the format's largest value to scales; NaN where a block is bad."""
     if scaling.margin == "world":
-        found = (found * world).clamp(max=torch.finfo(torch.float32).max)
+        found = (found * world).clamp(max=LARGEST)
     if scaling.choose == "fixed":
         scale = torch.full_like(found, 10.0**scaling.value)
     elif scaling.choose in ("pow2", "floor"):
@@ -121,7 +123,7 @@ def _scales(scaling: Scaling, found: Tensor, bad: Tensor, limit: float, world: i
     else:
         scale = found / _number(limit + 0.5 * (scaling.choose == "cells"), found)
     if scaling.margin == "sqrt":
-        scale = scale * _number(math.sqrt(world), found)
+        scale = (scale * _number(math.sqrt(world), found)).clamp(max=LARGEST)
     return block_reference._poison(scale, bad)
 
 

@@ -962,6 +962,40 @@ def test_the_margin_makes_scales_as_much_larger_as_it_says(codec, world):
     assert torch.equal(shared, alone * times)
 
 
+@pytest.mark.parametrize("world", [1, 8, 100])
+def test_a_margin_for_the_largest_numbers_is_finite(world):
+    codec, x = codecs.get("int8~shared~world"), torch.tensor([3e38, -1e38])
+    decoded = codec.decode(encoded(codec, x, shared=agreed(codec, [x], world)), 2)
+    assert torch.allclose(decoded, x, rtol=0.02)
+    for spec in ("int2~shared~sqrt", "nf4~shared~sqrt", "posit8_1~shared~sqrt", "fp8lm"):
+        codec = codecs.get(spec)
+        assert codec.decode(encoded(codec, x, shared=agreed(codec, [x], world)), 2).isfinite().all(), spec
+
+
+@pytest.mark.parametrize(
+    "spec", [*SHARING, "int8/256~shared", "e4m3fn/64~floor~e8m0~shared", "int4~l2~shared"]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_either_sign_may_grow_by_the_reach(spec, sign):
+    codec, x, reach = codecs.get(spec), sign * gauss(2, 700).abs(), torch.tensor([0.5, 3.0])
+    plan, nothing = codec.plan(700), (0, 0)
+    segments = Segments((plan, plan), (0, 700), nothing, nothing, nothing, nothing)
+    expected = codec.summary(x + sign * reach.unsqueeze(1), 4)
+    assert torch.equal(codec.summaries(x.flatten(), segments, 4, reach), expected.flatten())
+
+
+@every_sharing
+def test_what_is_unscaled_is_of_the_format_and_the_wire_is_left_alone(codec):
+    x = gauss(3, 100)
+    wire = encoded(codec, x)
+    kept = wire.clone()
+    numbers = codec.unscaled(wire, 100)
+    assert torch.equal(wire, kept)
+    assert torch.equal(codec.format.round(numbers), numbers)
+    scales = codec.scales(wire, 100).repeat_interleave(codec.block or 100, 1)[:, :100]
+    assert torch.equal(numbers * scales, codec.decode(wire, 100))
+
+
 @every_sharing
 def test_summaries_have_a_shape_for_every_batch_and_device(codec):
     for shape in ((7,), (0,), (2, 3, 40), (4, 0), (0, 7)):

@@ -31,6 +31,7 @@ MORE = [
     Table((1.0, 1.0000001, 1.0000002, 5.0), label="neighbouring floats"),
     Table((-3e38, -1e-45, 1e-45, 3e38), label="the ends of float32"),
     Table((-3.0, -2.0, -0.5), label="negative numbers only"),
+    Table((-1.0, -0.0, 1.0), label="a negative zero"),
     Table(
         [-(m * 2.0**e) for e in range(127, -127, -1) for m in (1.5, 1)] + [0.0, 1.0], label="crowded cells"
     ),

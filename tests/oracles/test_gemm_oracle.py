@@ -358,6 +358,14 @@ def test_products_of_integers_at_the_ends_of_the_range():
     assert torch.equal(simulate.matmul(x, x.t(), how).view(torch.int32), bits(oracle(x, x.t(), how)))
 
 
+def test_products_of_integers_are_zero_up_to_where_exponents_sum_to_127():
+    x = torch.tensor([[1.0, 1.25, 1.9999999]]).t() * 2.0 ** -torch.arange(60.0, 67.0)
+    x = x.reshape(-1, 1)
+    for order in ("sequential", "pairwise", "kahan"):
+        how = Arithmetic(multiply="mogami/0.0625", order=order)
+        assert torch.equal(simulate.matmul(x, x.t(), how).view(torch.int32), bits(oracle(x, x.t(), how)))
+
+
 EXACT = ["e5m2", "float8_e4m3fn", "e3m0", "e5m10", "bfloat16", "fixed2.6"]
 
 

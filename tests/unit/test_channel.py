@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from thinwire import Channel, Stream, codecs
+from thinwire.channel import Holding
 from thinwire.codecs import CODECS, RandomK
 from thinwire.errors import CodecError, InputError
 from thinwire.runtimes import arguments, local
@@ -337,6 +338,24 @@ def test_a_call_that_is_refused_moves_no_residual():
         for slot in [slot for slot in channel.residuals if slot.startswith("b/")]:
             channel.forget(slot)
     send(100, 300)
+
+
+def test_a_slot_sent_in_another_bucket_takes_its_residual_along():
+    channel, cpu = Channel("topk/0.1+ef"), torch.device("cpu")
+    both, one = Holding((("a", (2,)), ("b", (2,)))), Holding((("a", (2,)),))
+    both.open(channel, cpu).copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    one.open(channel, cpu).mul_(10)
+    assert both.open(channel, cpu).tolist() == [10.0, 20.0, 3.0, 4.0]
+    assert one.open(channel, cpu).tolist() == [10.0, 20.0]
+
+
+@every_store
+def test_a_slot_of_an_empty_tensor_is_saved_and_loaded(feedback):
+    codec = codecs.get("onebit/64").with_feedback(feedback)
+    channel, again = Channel(codec), Channel(codec)
+    channel.encode(torch.zeros(0), "nothing")
+    again.load_state_dict(channel.state_dict())
+    assert again.shapes == {"nothing": (0,)}
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"residuals": None}, {"codec": "onebit/128+ef"}])

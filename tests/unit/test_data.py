@@ -339,6 +339,14 @@ def test_files_brought_by_hand(tiny, cache, tmp_path):
     assert data.came_from("tiny") is None, "files put into the cache are enough"
 
 
+def test_of_an_archive_brought_by_hand_only_wanted_files_are_taken(tiny, cache, tmp_path):
+    tiny(Web("http://127.0.0.1:9", ("both.tgz",), keep=("set/*",)))
+    packed = tarball({"set/one": ONE, "set/two": TWO, "old/one": b"not wanted"})
+    (tmp_path / "both.tgz").write_bytes(packed)
+    data.fetch("tiny", folder=tmp_path)
+    assert is_whole(cache)
+
+
 def test_best_takes_the_first_that_can_be_had(server, tiny, cache):
     tiny(GONE, name="dead")
     tiny(Web(server.base, GZ), name="good")

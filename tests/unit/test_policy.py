@@ -8,6 +8,7 @@ import tomllib
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from thinwire import codecs, policy, schedules, zoo
@@ -120,6 +121,21 @@ def test_roles_come_from_modules():
     assert [each.role for each in policy.describe(net)] == [
         "embedding", "weight", "bias", "norm", "norm", "norm", "norm",
     ]  # fmt: skip
+
+
+def test_names_are_those_of_a_model_of_which_parts_are_compiled():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    names = [each.name for each in policy.describe(net)]
+    net[1] = torch.compile(net[1], backend="eager")
+    assert [each.name for each in policy.describe(net)] == names
+    assert [each.name for each in policy.describe(torch.compile(net, backend="eager"))] == names
+
+
+def test_phases_change_where_steps_or_epochs_of_a_rule_begin_or_end():
+    rules = (Rule("fp16", last_epoch=4), Rule("bf16", first_step=10, first_epoch=7), Rule("fp32"))
+    warm = Policy("warm", rules)
+    assert [warm.phase(0, epoch) for epoch in (0, 4, 5, 6, 7)] == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2)]
+    assert [warm.phase(step, 0) for step in (9, 10)] == [(0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize(

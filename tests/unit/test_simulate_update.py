@@ -452,6 +452,21 @@ def test_checkpoints_without_the_newer_options_are_loaded():
     assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_not_the_gradient_that_it_began_with(nesterov):
+    """Gradients are set to zero in place, and added to."""
+    found = []
+    for kind, more in ((SGD, {"keep": None}), (torch.optim.SGD, {})):
+        weight = nn.Parameter(some(7))
+        optimizer = kind([weight], 0.1, 0.9, nesterov=nesterov, **more)
+        for step in range(3):
+            (weight * some(7, seed=step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        found.append(weight)
+    assert torch.equal(*found)
+
+
 def test_numbers_of_an_optimizer_stay_where_they_are():
     parameters, optimizer = run(lambda p: SGD(p, 0.1, 0.9, keep="bfloat16", update="kahan"), steps=1)
     places = [

@@ -121,6 +121,17 @@ def test_mstopk_equals_one_round_after_the_other(kind, numel):
             assert torch.equal(select.bisected_reference(x.view(1, -1), k, rounds)[0], expected)
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 30])
+def test_mstopk_begins_with_the_mean_of_what_is_finite(rounds, bad):
+    x = data("gauss", 1000)
+    finite = torch.where(torch.arange(1000) == 7, 0.0, x)
+    x[7] = bad
+    expected = sorted([7, *bisected_choice(finite, 9, rounds)])
+    assert select.bisected(x.view(1, -1), 10, rounds)[0].tolist() == expected
+    assert select.bisected_reference(x.view(1, -1), 10, rounds)[0].tolist() == expected
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     numel=st.integers(1, 300),

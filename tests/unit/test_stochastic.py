@@ -46,10 +46,21 @@ def test_numbers_far_below_the_smallest_have_their_chance(name):
     assert share == pytest.approx(1 / 1024, rel=0.2)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("posit")])
+def test_posits_become_zero_at_random_only_if_they_may_become_zero_at_all(name, sign):
+    format = get(name)
+    x = torch.full((1000,), sign * format.min_subnormal / 3)
+    found = format.round(x, "stochastic", Stream(5))
+    assert bool((found == 0).any()) == format.underflow
+    assert set((found * sign).tolist()) <= {0.0, format.min_subnormal}
+
+
 def test_a_stream_set_apart_keeps_its_step_and_its_rank():
     found = Stream(3, step=7, tensor="a", rank=2).apart()
     assert (found.step, found.tensor, found.rank) == (7, 0, 2)
     assert len({Stream(3, tensor=tensor).apart().seed for tensor in (0, 1, "a", "b")}) == 4
+    assert len({Stream(seed, tensor="a").apart().seed for seed in (0, 3, 3 << 32)}) == 3
 
 
 def test_steps_of_a_named_stream_round_differently():

@@ -250,6 +250,24 @@ def test_gnmt_does_not_attend_to_padding():
     assert not torch.equal(attention(query, memory, ~padding), attention(query, other, ~padding))
 
 
+def test_gnmt_adds_what_goes_into_a_layer_from_the_third_on():
+    """Layers of zeros give zeros: what comes out is what was added to it."""
+    torch.manual_seed(9)
+    net = recurrent.GNMT(vocabulary=11, width=6).eval()
+    source, target = torch.randint(1, 11, (2, 5)), torch.randint(1, 11, (2, 4))
+    for layers in (net.encoder, net.decoder):
+        for layer in layers[2:]:
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
+    x, _ = net.encoder[0](net.embedding(source))
+    x, _ = net.encoder[1](x)
+    assert torch.equal(net._encode(source), x)
+    y, _ = net.decoder[0](net.embedding(target))
+    context = net.attention(y, x, source == 0)
+    y, _ = net.decoder[1](torch.cat((y, context), dim=-1))
+    assert torch.equal(net(source, target), net.classifier(y))
+
+
 def test_gpt2_does_not_look_ahead():
     torch.manual_seed(8)
     net = transformer.GPT2(vocabulary=20, positions=8, width=16, depth=2, heads=4).eval()

@@ -13,7 +13,8 @@ from thinwire.outside import outside_of_graphs
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
 from thinwire.runtimes import job as jobs
-from thinwire.runtimes.arguments import SUM, After, AnyCodec, check, is_mean, listed, named, vector
+from thinwire.runtimes.arguments import SUM, After, AnyCodec, is_mean, named, vector
+from thinwire.runtimes.checks import check, check_written, listed
 from thinwire.runtimes.job import Call, Job
 from thinwire.runtimes.lines import Group, Line, line
 from thinwire.runtimes.work import Letter, Work
@@ -76,7 +77,7 @@ def reduce_scatter(
             f"rank {here.rank} gets {parts[here.rank].numel()} elements; output has {output.numel()}"
         )
     seat = arguments.plain_seat(here, codec, name, rng, 1.0 / here.world if is_mean(op) else 1.0)
-    arguments.check_written([output])
+    check_written([output])
     outs, after = arguments.rooms([output], filled=False)
     call = arguments.call_of(
         "reduce_scatter", parts, seat.channel, "", ("mean" if is_mean(op) else "sum") + named(name)
@@ -108,7 +109,7 @@ def all_gather(
             f"its part of output has {parts[here.rank].numel()}"
         )
     seat = arguments.plain_seat(here, codec, name, rng)
-    arguments.check_written(parts)
+    check_written(parts)
     outs, after = arguments.rooms(parts, filled=False)
     call = arguments.call_of("all_gather", parts, seat.channel, "", named(name).removeprefix(", "))
 
@@ -140,7 +141,7 @@ def all_to_all(  # noqa: PLR0913
     parts = arguments.parts(input, here.world, "input", input_split_sizes)
     rooms = arguments.parts(output, here.world, "output", output_split_sizes)
     seat = arguments.plain_seat(here, codec, name, rng)
-    arguments.check_written(rooms)
+    check_written(rooms)
     outs, after = arguments.rooms(rooms, filled=False)
     dtype = str(parts[0].dtype).removeprefix("torch.")
     call = Call("all_to_all", identity(seat.codec), (), dtype, "", named(name).removeprefix(", "))
@@ -169,7 +170,7 @@ def broadcast(
     here = line(group, check([tensor]))
     source = _place(here, src, "src")
     seat = arguments.plain_seat(here, codec, name, rng)
-    arguments.check_written([tensor])
+    check_written([tensor])
     outs, after = arguments.rooms([tensor], filled=True)
     call = arguments.call_of("broadcast", [tensor], seat.channel, "", f"from rank {src}{named(name)}")
 
@@ -252,7 +253,7 @@ def _message(
         here, codec, name, Stream(0, step=number, tensor=road) if rng is None else rng
     )
     if not sends:
-        arguments.check_written([tensor])
+        check_written([tensor])
     outs, after = arguments.rooms([tensor], filled=True)
     between = f"from rank {here.ranks[way[0]]} to rank {here.ranks[way[1]]}"
     call = arguments.call_of("send", [tensor], seat.channel, "", f"{between}{named(name)}")

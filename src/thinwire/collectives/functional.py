@@ -14,6 +14,7 @@ from thinwire.collectives import calls
 from thinwire.outside import outside_of_graphs
 from thinwire.runtimes import arguments
 from thinwire.runtimes.arguments import AnyCodec
+from thinwire.runtimes.checks import check, listed
 from thinwire.runtimes.lines import Group, line
 
 
@@ -34,7 +35,7 @@ def reduce_scatter(
     **options: Any,
 ) -> Tensor:
     """This rank's part of the sum or mean."""
-    here = line(group, arguments.check(arguments.listed(input)))
+    here = line(group, check(listed(input)))
     part = arguments.parts(input, here.world, "input")[here.rank]
     out = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     calls.reduce_scatter(out, input, codec, op, group, **options)
@@ -44,7 +45,7 @@ def reduce_scatter(
 @outside_of_graphs
 def all_gather(input: Tensor, codec: AnyCodec, group: Group | None = None, **options: Any) -> Tensor:
     """Inputs of all ranks, which are of one shape, stacked."""
-    here = line(group, arguments.check([input]))
+    here = line(group, check([input]))
     out = torch.empty((here.world, *input.shape), dtype=input.dtype, device=input.device)
     calls.all_gather(list(out.unbind()), input, codec, group, **options)
     return out

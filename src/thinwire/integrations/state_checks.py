@@ -17,6 +17,7 @@ from thinwire.errors import InputError
 from thinwire.integrations.auto import Choice
 from thinwire.integrations.ladder import Climber
 from thinwire.runtimes import arguments
+from thinwire.runtimes.checks import DTYPES
 from thinwire.runtimes.job import Call, Plan, Ranks
 from thinwire.schedules import Item
 from thinwire.schedules.low_rank import LOW_RANK
@@ -81,7 +82,7 @@ def damaged(why: str) -> InputError:
 def _check_tensor(what: str, held: object, *, finite: bool) -> None:
     if not isinstance(held, Tensor) or held.layout != torch.strided or held.device.type == "meta":
         raise damaged(f"{what} is no dense tensor")
-    if held.dtype not in ((torch.float32,) if finite else arguments.DTYPES):
+    if held.dtype not in ((torch.float32,) if finite else DTYPES):
         raise damaged(f"{what} is of {held.dtype}")
     if finite and not bool(held.isfinite().all()):
         raise damaged(f"{what} is not finite")

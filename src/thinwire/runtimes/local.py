@@ -23,13 +23,12 @@ from thinwire.runtimes.arguments import (
     Plans,
     all_reduce_job,
     channel_of,
-    check,
     codec_of,
     is_mean,
     laid_out,
-    listed,
     schedule_of,
 )
+from thinwire.runtimes.checks import check, listed
 from thinwire.runtimes.job import Job, Span, spans
 from thinwire.scaling import RULES
 from thinwire.schedules import (

@@ -37,7 +37,8 @@ from thinwire.errors import (
     is_refusal,
 )
 from thinwire.rounding import Stream
-from thinwire.runtimes.arguments import SUM, AnyCodec, Plans, all_reduce_job, check, listed
+from thinwire.runtimes.arguments import SUM, AnyCodec, Plans, all_reduce_job
+from thinwire.runtimes.checks import check, listed
 from thinwire.runtimes.job import AGREEMENT, Call, Job, Pending, Plan, drive
 from thinwire.runtimes.work import Letter, Work
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, SendRecv
