@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from thinwire import Channel, Stream, codecs
-from thinwire.channel import Holding
 from thinwire.codecs import CODECS, RandomK
 from thinwire.errors import CodecError, InputError
+from thinwire.holding import Holding
 from thinwire.runtimes import arguments, local
 
 UNIT = 2.0**-24  # half a unit in the last place of float32, relative
