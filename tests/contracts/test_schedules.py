@@ -1015,6 +1015,18 @@ def test_low_rank_owes_what_is_rounded_of_tensors_that_do_not_shrink(spec, world
         torch.testing.assert_close(seen + weight * owed, x.double() * steps * weight, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("spec", ["bf16+ef", "fp16+ef:8bit"])
+def test_a_bad_step_of_tensors_that_do_not_shrink_does_not_spoil_later_ones(spec):
+    kept = channels(codecs.get(spec), 3)
+    for step in range(3):
+        ranks = ranks_of(3, 500, first=10 * step)
+        if step == 1:
+            ranks[2][300] = math.nan
+        results = reduced(ranks, kept, "avg", "low_rank/2")
+        assert alike(results)
+        assert bool(results[0].isfinite().all()) == (step != 1)
+
+
 def test_native_refuses_a_feedback_that_it_would_ignore():
     for spec in ("bf16+ef", "fp16+ef", "bf16+ef:8bit"):
         with pytest.raises(
@@ -1152,6 +1164,9 @@ def test_ranks_that_call_different_things_are_told_so():
             local.all_reduce([one, other], "int8/256")
     with pytest.raises(CommError, match="ranks disagree"):
         local.all_reduce(ranks_of(2, 10), ["int8/256", "int4/128"])
+    for codec, schedule in (("onebit/column", "one_shot"), ("fp32", "low_rank/1")):  # which see a matrix
+        with pytest.raises(CommError, match=r"ranks disagree.*shapes \((8, 5|5, 8)\)"):
+            local.all_reduce([gauss(8, 5), gauss(5, 8)], codec, schedule=schedule)
 
 
 def test_calls_that_are_kept_are_told_apart_by_all_that_decides_them():

@@ -282,6 +282,7 @@ def resumed_counts(rank, world):
     assert again.step == 21
     a_step = wire.sent_nbytes / 19
     assert again.sent_nbytes / again.stats()["steps"] == a_step, again.stats()["steps"]
+    assert min(again.stats()["seconds"][kind] for kind in ("encode", "wire", "decode")) > 0
     if rank == 0:
         (line,) = scalars(folder, ["sent_MB_per_step"])["sent_MB_per_step"]
         assert line.step == 20

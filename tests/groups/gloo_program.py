@@ -88,8 +88,8 @@ def checks(world, full=False):
         name = f"{spec} pieces {'sync' if waits else 'async'}"
         found[name] = functools.partial(bits, spec, codec, shape=(BIG,), waits=waits)
     for each in (
-        mean, strided, bucket, buckets, auto, nodes, subgroups, scattered, gathered, exchanged, broadcasts,
-        letters, noise, twins, guests, work, own_group_of_one, again, own_codecs,
+        mean, strided, bucket, buckets, auto, nodes, subgroups, scattered, gathered, exchanged, owed,
+        broadcasts, letters, noise, twins, guests, work, own_group_of_one, again, own_codecs,
     ):  # fmt: skip
         found[each.__name__] = each
     return found
@@ -270,6 +270,9 @@ def scattered(rank, world):
     low = torch.zeros(4, dtype=torch.bfloat16)
     thinwire.reduce_scatter(low, torch.ones(4 * world, dtype=torch.bfloat16), "int8/256", op="avg")
     same([low], [torch.ones(4, dtype=torch.bfloat16)])
+    much = torch.zeros(5000)  # wires of so many elements are added up one by one
+    thinwire.reduce_scatter(much, torch.ones(5000 * world), "int8/256", op="avg")
+    same([much], [torch.ones(5000)])
 
 
 def gathered(rank, world):
@@ -310,6 +313,21 @@ def exchanged(rank, world):
     room = torch.zeros(world, 40)
     thinwire.all_to_all(room, even[rank], "int8/256")
     same([room], [torch.stack([sent(x[rank]) if world > 1 else x[rank] for x in even])])
+
+
+def owed(rank, world):
+    """all_to_all with feedback: what a rank owes one of the others is not sent to another."""
+    if world == 1:
+        return
+    channel, sizes = Channel("onebit/64+ef"), [(100, 100, 170, 40)[place % 4] for place in range(world)]
+    sources = [Channel("onebit/64+ef") for _ in range(world)]
+    for step in range(3):
+        given = [made(1, f"{rank} owes {other} {step}", (n,))[0] for other, n in enumerate(sizes)]
+        came = [torch.zeros(sizes[rank]) for _ in range(world)]
+        thinwire.all_to_all(came, given, channel)
+        for one, (source, got) in enumerate(zip(sources, came, strict=True)):
+            x = made(1, f"{one} owes {rank} {step}", (sizes[rank],))[0]
+            same([got], [source.codec.decode(source.encode(x, "sent"), x.numel())])
 
 
 def broadcasts(rank, world):

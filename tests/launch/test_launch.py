@@ -170,6 +170,25 @@ def test_processes_that_a_script_starts_are_out_of_reach(worker, monkeypatch):
     assert models.summary() == f"thinwire: nothing was attached: {launched.SPAWNED}"
 
 
+def test_models_of_one_script_round_with_random_numbers_of_their_own(worker, monkeypatch):
+    models, seeds = worker[0], []
+
+    class Net:
+        process_group, _comm_hooks = None, ()
+
+    def attach(model, codec, *, seed, shadow):
+        del codec, shadow
+        models._by_model[model] = launched.Hook(None, print)
+        models.hooks.append(models._by_model[model])
+        seeds.append(seed)
+
+    monkeypatch.setattr(launched, "attach", attach)
+    monkeypatch.setattr(dist, "get_world_size", lambda _group: 2)
+    for net in (nets := [Net() for _ in range(3)]):
+        models.take(net)
+    assert len(set(seeds)) == len(nets)
+
+
 def test_fsdp_is_not_compressed_and_said_at_once(worker):
     models, said, _ = worker
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

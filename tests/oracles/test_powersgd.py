@@ -74,6 +74,18 @@ def test_steps_are_those_of_the_paper(shape, rank, feedback):
                 np.testing.assert_allclose(channel.residuals["tensor/error"].numpy(), error, atol=5e-4)
 
 
+def test_a_matrix_that_joins_later_does_not_set_another_back():
+    """Its own start is drawn; the other goes on from where its last step ended."""
+    alone, joined = ([Channel("fp32+ef") for _ in range(2)] for _ in range(2))
+    steps = [[gauss(20, 30, seed=10 * step + i) for i in range(2)] for step in range(2)]
+    for kept in (alone, joined):
+        run(steps[0], kept, name="first")
+    expected = run(steps[1], alone, name="first")
+    buckets = [[x.clone(), gauss(12, 18, seed=i)] for i, x in enumerate(steps[1])]
+    local.all_reduce(buckets, joined, "avg", "low_rank/2", name=["first", "second"])
+    assert torch.equal(buckets[0][0], expected)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_torch_makes_the_same_columns_orthonormal(rank):
     """Its hook's Gram-Schmidt spans what QR does, so P P' is the same."""

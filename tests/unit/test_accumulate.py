@@ -30,6 +30,7 @@ TABLE = {
     (256, "aps/e5m2"): {"sequential": 0.73, "groups": 0.23, "tree": 0.097, "kahan": 0.083, "fp32": 0.012},
     (256, "aps/e4m3"): {"sequential": 0.52, "groups": 0.072, "tree": 0.046, "kahan": 0.029, "fp32": 0.006},
 }
+SUM_ROUNDED = accumulate.sum_rounded
 CELLS = [(world, spec, column) for (world, spec), row in TABLE.items() for column in row]
 
 
@@ -234,6 +235,19 @@ def test_sums_are_those_made_by_hand(world, numel, order, kahan):
         column = values[:, i].tolist()
         first = (i // shard + 1) % world if order == "ring" else 0
         assert float(found[i]) == by_hand(column[first:] + column[:first], order, kahan)
+
+
+@pytest.mark.parametrize("order", ["sequential", "sequential+kahan", "tree", "3"])
+def test_sums_of_many_ranks_are_the_same_however_few_are_decoded_at_a_time(order, monkeypatch):
+    monkeypatch.setattr(accumulate, "sum_rounded", SUM_ROUNDED)
+    found = []
+    for rows in (7, 3, 1):
+        monkeypatch.setattr(accumulate, "AT_ONCE", rows * NUMEL)
+        ranks = gradients(7)
+        local.all_reduce(ranks, "aps/e5m2", "sum", f"accumulate/{order}")
+        found.append(ranks[0])
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
 
 
 def test_what_comes_in_is_left_alone():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from thinwire.clock import ENCODE
 from thinwire.integrations import pilot
 from thinwire.integrations.auto import (
     Candidate,
@@ -18,7 +19,7 @@ from thinwire.integrations.auto import (
     predict,
     predict_beside,
 )
-from thinwire.integrations.meter import Meter
+from thinwire.integrations.meter import CPU, Meter
 from thinwire.integrations.pilot import Pilot
 from thinwire.policy import Tensorlike
 
@@ -206,6 +207,14 @@ def test_steps_are_compared_with_those_just_before():
     assert faster([9.0, 9.0, 9.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0]) == 0.5
 
 
+def test_no_more_than_four_are_tried_however_much_others_promise():
+    rows = [Candidate(f"codec{i}", 0.5, 10, 0.01 * i, True, "") for i in range(7)]
+    choice = Choice(rows=[Candidate("fp32", 1.0, 10, 0.0, True, ""), *rows], fp32_step_s=1.0)
+    while (name := choice.next()) is not None:
+        choice.tried[name] = 0.9
+    assert list(choice.tried) == [f"codec{i}" for i in range(4)]
+
+
 def test_it_ends_with_float32_if_nothing_is_faster(monkeypatch):
     trainer, pilot = fake(monkeypatch, real=dict.fromkeys(REAL, 1.3) | {"fp32": 1.0})
     trainer.train(pilot, 90)
@@ -285,6 +294,18 @@ def test_bytes_are_counted_from_the_choice_on_too(monkeypatch):
     assert trainer.meter.steps == chosen_at + 9
 
 
+def test_bytes_are_counted_from_the_start_where_a_choice_was_loaded(monkeypatch):
+    trainer, pilot = fake(monkeypatch)
+    trainer.train(pilot, 60)
+    other, again = fake(monkeypatch)
+    again.load_state_dict(other, pilot.state_dict())
+    for _ in range(3):
+        other.train(again, 1)
+        other.meter.sent_nbytes += 100
+        other.meter.fp32_nbytes += 400
+    assert other.meter.since() == {"steps": 3, "sent_nbytes": 300, "fp32_nbytes": 1200}
+
+
 def test_the_table_names_the_choice():
     rows = [Candidate("fp32", 1.0, 10, 0.0, True, ""), Candidate("int8", 0.5, 3, 0.01, True, "")]
     choice = Choice(rows=rows, chosen="int8")
@@ -357,14 +378,23 @@ def test_waits_of_steps_add_up_and_the_one_under_way_counts_once(monkeypatch):
     assert meter.step_s() == pytest.approx(8.0)
 
 
-def test_usual_times_are_without_the_first_steps(monkeypatch):
-    """Those load and compile; a short run has no others."""
-    found = iter([0.0, 10.0, 20.0, 21.0, 22.0, 22.0])
-    meter = Meter()
-    monkeypatch.setattr(meter, "seconds", lambda: {"wait": waited[0]})
-    waited = [next(found)]
-    for step in range(4):
+def test_the_usual_times_are_those_of_a_step_without_the_first_two(monkeypatch):
+    meter, now = Meter(), 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for takes in (10.0, 20.0, 1.0, 2.0, 3.0):
         meter.begin_step()
-        waited[0] = next(found)
-        expected = {0: 10.0, 1: 10.0, 2: 1.0, 3: 1.0}[step]
-        assert meter.usual_s() == {"wait": expected}, step
+        began = meter.clock.start(CPU)
+        now += takes
+        meter.clock.stop(ENCODE, began)
+    assert meter.usual_s()["encode"] == pytest.approx(2.0)
+
+
+def test_the_usual_wait_is_that_of_a_step_without_the_first_two(monkeypatch):
+    meter, now = Meter(), 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for takes in (10.0, 20.0, 1.0, 2.0, 3.0):
+        meter.begin_step()
+        meter.arrive()
+        now += takes
+        meter.done(meter.step)
+    assert meter.usual_s()["wait"] == pytest.approx(2.0)

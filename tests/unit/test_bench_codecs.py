@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from thinwire import codecs
+from thinwire import codecs, formats
 from thinwire.bench import codec_peers
 from thinwire.bench import codecs as bench
+from thinwire.bench import formats as bench_formats
 from thinwire.errors import InputError, UnknownCodecError
 
 NUMEL = 1 << 14
@@ -37,6 +38,14 @@ def test_every_operation_has_a_complete_row(record):
         assert row["bits"] == codecs.get(spec).bits_per_element(NUMEL)
         assert all(row[key] > 0 for key in ("seconds", "elements_per_s", "copy_s", "speed_ratio"))
         nbytes = bench.moved(codecs.get(spec), operation, NUMEL)
+        assert math.isclose(row["bandwidth_ratio"], row["speed_ratio"] * nbytes / 8)
+
+
+def test_formats_are_compared_with_a_copy_of_as_many_bytes():
+    rows = bench_formats.measure(formats.get("float8_e4m3fn"), torch.randn(4096))
+    assert {row["operation"] for row in rows} >= {"to_codes", "from_codes", "round"}
+    for row in rows:
+        nbytes = 8 if row["operation"].startswith("round") else 5  # a copy of a float32 moves 8
         assert math.isclose(row["bandwidth_ratio"], row["speed_ratio"] * nbytes / 8)
 
 

@@ -1,11 +1,15 @@
 """The thread on which calls go on: wherever one fails, whoever waits for it is told."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from thinwire.errors import CommError, InputError
 from thinwire.runtimes.job import Call, Job
 from thinwire.runtimes.lane import Lane, Running
+from thinwire.runtimes.reports import Doing, reports
 from thinwire.runtimes.work import Work
 
 CPU = torch.device("cpu")
@@ -80,3 +84,13 @@ def test_a_call_that_fails_anywhere_ends_and_so_does_the_one_behind_it(fails):
             each.work.wait(10)
     assert told == [calls[1]]
     assert lane.idle
+
+
+def test_ranks_of_a_group_hear_of_one_another_as_the_user_counts_them():
+    store, ranks = dist.HashStore(), [5, 2, 7]
+    doing = [Doing(f"call {rank}", 1.0) for rank in ranks]
+    with ThreadPoolExecutor(3) as threads:
+        told = list(threads.map(lambda place: reports(store, place, ranks, doing[place]), range(3)))
+    for place, (rank, found) in enumerate(zip(ranks, told, strict=True)):
+        assert found.rank == rank
+        assert found.found == {other: doing[i] for i, other in enumerate(ranks) if i != place}

@@ -178,6 +178,19 @@ def test_rows_of_any_shape_have_the_bits_of_all_reduce(spec, schedule, piece, mo
             assert other.is_contiguous()
 
 
+def test_small_and_large_tensors_travel_together_each_on_the_schedule_that_auto_chooses_for_it():
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(WORLD, numel, generator=generator) for numel in (70, 60_000)]
+    expected = []
+    for each in rows:
+        ranks = list(each.clone())
+        local.all_reduce(ranks, "int8/256", "avg")
+        expected.append(ranks[0])
+    found = local.all_reduce_rows(rows, "int8/256", "avg", names=["small", "large"])
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_float32_is_the_sum_in_the_order_of_nodes():
     model = net()
     Nodes(model, WORLD).backward(loss, *batch())

@@ -143,6 +143,7 @@ def test_errors_of_the_script_are_shown_without_escape_sequences(monkeypatch, ca
     ("change", "said"),
     [
         ({"step_s": "fast"}, "step_s is 'fast'; it must be of type float"),
+        ({"step_s": True}, "step_s is True; it must be of type float"),
         ({"points": []}, "it has no points"),
         ({"points": [{"step": 1, "seconds": 1.0, "sent_nbytes": None, "loss": 1.0}]}, "sent_nbytes is None"),
         ({"layers": 5}, "layers is 5"),
@@ -211,6 +212,7 @@ def test_adding_to_a_result_keeps_its_cells():
         (b"rule = [5]", "rule 1: 5 is no rule"),
         (b"[[rule]]\ncodec = 8", "rule 1: codec is 8; it must be of type str"),
         (b"[[rule]]\ncodec = 'fp32'\nmin_numel = 'x'", "rule 1: min_numel is 'x'; it must be of type int"),
+        (b"[[rule]]\ncodec = 'fp32'\nmin_numel = true", "rule 1: min_numel is True; it must be of type int"),
         (b"ladder = 3\n[[rule]]\ncodec = 'fp32'", "ladder: 3 is no ladder"),
         (b"[[rule]]\ncodec = 'fp32'\n[ladder]\nlevels = [1, 2]", "ladder: levels is"),
     ],
@@ -297,9 +299,10 @@ def test_a_table_that_fits_is_one_table(monkeypatch, capsys):
     rows = [("int8/256", "8.125", "one two three"), ("x", "1.5", "")]
     tables.print_table("title", ("spec", "bits", "a text"), rows, right=(1,))
     assert len([line for line in capsys.readouterr().out.splitlines() if "spec" in line]) == 1
-    monkeypatch.setenv("COLUMNS", str(16))
-    tables.print_table("title", ("spec", "bits", "a text"), rows, right=(1,))
-    assert len([line for line in capsys.readouterr().out.splitlines() if "spec" in line]) == 2
+    for width, count in ((32, 1), (31, 2), (16, 2)):  # as many columns as it needs, one less, half of them
+        monkeypatch.setenv("COLUMNS", str(width))
+        tables.print_table("title", ("spec", "bits", "a text"), rows, right=(1,))
+        assert len([line for line in capsys.readouterr().out.splitlines() if "spec" in line]) == count
     tables.print_table("title", ("spec", "bits", "a text"), [("a" * 15, "8.125", "b")], right=(1,))
     assert capsys.readouterr().out.splitlines()[2:] == [
         f"spec    {'a' * 15}",

@@ -256,6 +256,17 @@ def test_loopback_is_labelled_and_boasts_no_speed():
     assert report.render(summary).count("not throttled") >= 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"data": "mnist"}, {"network": "mlp"}, {"hosts": 8}, {"steps": 800}, {"batch": 64}, {"lr": 0.1},
+     {"device": "cuda"}],
+    ids=str,
+)  # fmt: skip
+def test_runs_of_one_codec_that_differ_in_more_than_the_seed_are_not_averaged(change):
+    others = [replace(each, trial=replace(each.trial, **change)) for each in records()]
+    assert len(report.summarize(records() + others)["settings"]) == 2
+
+
 def test_settings_are_told_apart_and_real_links_come_first():
     summary = report.summarize(records(link="loopback") + records() + records(link="1gbit"))
     assert [each["link"] for each in summary["settings"]] == ["100mbit", "1gbit", "loopback"]

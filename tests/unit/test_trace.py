@@ -11,8 +11,8 @@ from thinwire import Channel, codecs, explain
 from thinwire.errors import InputError, ScheduleError
 from thinwire.runtimes import arguments, local
 from thinwire.runtimes import job as jobs
-from thinwire.runtimes.trace import trace
-from thinwire.schedules import SCHEDULES, AllGather, AllReduce, AllToAll
+from thinwire.runtimes.trace import count, trace
+from thinwire.schedules import SCHEDULES, AllGather, AllReduce, AllToAll, Item
 from thinwire.schedules.choose import SMALL_NBYTES, choose
 from thinwire.schedules.exchange import arriving, parts
 
@@ -86,13 +86,13 @@ def moved(numels, codec, world, schedule):
 
 
 def compare(numels, codec, world, schedule):
-    for rank, count in enumerate(moved(numels, codec, world, schedule)):
+    for rank, counted in enumerate(moved(numels, codec, world, schedule)):
         found = trace(numels, codec, world, schedule, rank=rank)
         where = f"{codec.spec}, {numels}, rank {rank} of {world}"
-        assert found.sent_nbytes == count["sent"], where
-        assert found.received_nbytes == count["received"], where
-        assert found.messages == count["messages"], where
-        assert found.exchanges == count["exchanges"] == sum(found.kinds.values()), where
+        assert found.sent_nbytes == counted["sent"], where
+        assert found.received_nbytes == counted["received"], where
+        assert found.messages == counted["messages"], where
+        assert found.exchanges == counted["exchanges"] == sum(found.kinds.values()), where
 
 
 # Counts
@@ -118,6 +118,17 @@ def test_tensors_of_several_pieces_are_counted_piece_by_piece(spec):
     numel = jobs.PIECE + 1000
     for schedule in ("two_shot", "ring"):
         compare([numel], codecs.get(spec), 3, SCHEDULES[schedule])
+
+
+def test_pieces_of_one_size_and_different_codecs_are_counted_apart():
+    numel = 2 << 20
+
+    def sent(*specs):
+        items = [Item(numel, Channel(spec), f"w{i}", 0, i * numel, i) for i, spec in enumerate(specs)]
+        call = jobs.Call("all_reduce", "several", (numel,) * len(specs), "float32")
+        return count(jobs.Plan(items, SCHEDULES["two_shot"], jobs.Ranks(0, 4), call), 0, 4).sent_nbytes
+
+    assert sent("int8/256", "int4/128") == sent("int4/128", "int8/256") == sent("int8/256") + sent("int4/128")
 
 
 @every_schedule

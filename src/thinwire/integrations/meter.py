@@ -121,10 +121,10 @@ class Meter:
 
     def begin_step(self, device: torch.device = CPU) -> None:
         """At the first bucket of a backward pass."""
+        if self.steps == FIRST and device.type == "cpu":
+            self._before = self.seconds()  # with the wait of the step that ends here
         if self.step is not None:
             self._unread.append(self.step)
-        if self.steps == FIRST and device.type == "cpu":
-            self._before = self.seconds()
         self.clock.begin_step()
         self.clock.samples |= self.always
         now = self._now(device, wanted=True)

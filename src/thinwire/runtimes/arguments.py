@@ -343,13 +343,19 @@ def parts(
                 f"not {sizes!r}"
             )
         return list(tensors.split(each))
-    flat = tensors if tensors.dim() and tensors.shape[0] % world == 0 else tensors.view(-1)
+    flat = tensors if tensors.dim() and tensors.shape[0] % world == 0 else _flat(tensors, what)
     if flat.numel() % world or flat.shape[0] % world:
         raise InputError(
             f"{what} has {tensors.numel()} elements, which {world} ranks cannot share evenly; "
             "pass a list of tensors"
         )
     return list(flat.chunk(world)) if flat.shape[0] else [flat] * world
+
+
+def _flat(x: Tensor, what: str) -> Tensor:
+    if not x.is_contiguous():
+        raise InputError(f"{what} is not contiguous, so that it has no even parts; pass a list of tensors")
+    return x.view(-1)
 
 
 def names_of(name: str | Sequence[str], count: int) -> list[str]:

@@ -86,9 +86,9 @@ def count(plan: jobs.Plan, rank: int, world: int) -> Trace:
     counts: Counter[str] = Counter()
     for request in job.agreement or ():
         _count(request, rank, world, 1, counts)
-    distinct: dict[tuple[int, ...], tuple[Start, int]] = {}
+    distinct: dict[tuple[tuple[int, str], ...], tuple[Start, int]] = {}
     for batch, start in zip(plan.batches, job.starts(), strict=True):
-        key = tuple(item.numel for item in batch.items)
+        key = tuple((item.numel, item.codec.spec) for item in batch.items)
         distinct[key] = distinct.get(key, (start, 0))[0], distinct.get(key, (start, 0))[1] + 1
     for start, times in distinct.values():
         for request in start(Buffers()):

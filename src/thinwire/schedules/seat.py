@@ -219,20 +219,8 @@ class Seat:
         shared, slot = self.shared_by(x, start), slots.slot(self.name, stage)
         return self.channel.encode(x, slot, self.stream(stage), shared=shared, out=out)
 
-    def encode_shards(self, x: Tensor, cut: Cut, stage: str, out: Tensor) -> Tensor:
-        """All shards of a vector, each a wire of its own, one after another."""
-        for where, numel, rows in cut.parts:
-            at, nbytes = cut.wire_place(where)
-            values = x[where : where + rows * numel].view(rows, numel)
-            wire = out[at : at + rows * nbytes].view(rows, nbytes)
-            part = f"{stage}/tail" if where == cut.full * cut.shard else stage
-            shared = self.shared_by(values, where)
-            slot = slots.slot(self.name, part)
-            self.channel.encode(values, slot, self.stream(part), shared=shared, out=wire)
-        return out
-
     def decode_shards(self, wires: Tensor, cut: Cut, weight: float, out: Tensor) -> None:
-        """The way back."""
+        """All shards of a vector from their wires, which lie one after another."""
         for where, numel, rows in cut.parts:
             at, nbytes = cut.wire_place(where)
             wire = wires[at : at + rows * nbytes].view(rows, nbytes)
