@@ -964,7 +964,7 @@ def test_the_margin_makes_scales_as_much_larger_as_it_says(codec, world):
 
 @pytest.mark.parametrize("world", [1, 8, 100])
 def test_a_margin_for_the_largest_numbers_is_finite(world):
-    codec, x = codecs.get("int8~shared~world"), torch.tensor([3e38, -1e38])
+    codec, x = codecs.get("int8/tensor~shared~world"), torch.tensor([3e38, -1e38])
     decoded = codec.decode(encoded(codec, x, shared=agreed(codec, [x], world)), 2)
     assert torch.allclose(decoded, x, rtol=0.02)
     for spec in ("int2~shared~sqrt", "nf4~shared~sqrt", "posit8_1~shared~sqrt", "fp8lm"):
@@ -973,7 +973,7 @@ def test_a_margin_for_the_largest_numbers_is_finite(world):
 
 
 @pytest.mark.parametrize(
-    "spec", [*SHARING, "int8/256~shared", "e4m3fn/64~floor~e8m0~shared", "int4~l2~shared"]
+    "spec", [*SHARING, "int8/256~shared", "e4m3fn/64~floor~e8m0~shared", "int4/tensor~l2~shared"]
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_numbers_of_either_sign_may_grow_by_the_reach(spec, sign):

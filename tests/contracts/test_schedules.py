@@ -329,8 +329,9 @@ def test_the_mean_over_a_power_of_two_is_the_sum_divided(schedule, spec):
 #: The largest error of one rounding over the largest magnitude of a block: half the widest gap over the
 #: format's maximum (all of the gap at random).
 ROUNDING = {
-    "int8/256": 1 / 254, "int4/128": 1 / 14, "int4/128~sr": 1 / 7, "int8": 1 / 254, "e4m3fn/128": 16 / 448,
-    "e5m2/128": 4096 / 57344, "maxmin4/1024": 1 / 15, "nf4/64": 0.5 * (1 - 0.7229568), "bf16": 2.0**-8,
+    "int8/256": 1 / 254, "int4/128": 1 / 14, "int4/128~sr": 1 / 7, "int8/tensor": 1 / 254,
+    "e4m3fn/128": 16 / 448, "e5m2/128": 4096 / 57344, "maxmin4/1024": 1 / 15,
+    "nf4/64": 0.5 * (1 - 0.7229568), "bf16": 2.0**-8,
     "fp16": 2.0**-11, "qsgd4/512": 1 / 7,
 }  # fmt: skip
 
@@ -370,8 +371,8 @@ def test_errors_stay_within_what_the_roundings_on_the_way_allow(spec, schedule, 
 #: Codecs whose ranks share a scale: how far apart neighbouring numbers are (half of it to nearest), over what
 #: the scale reaches; for floats, over the number itself.
 SHARED = {
-    "int8~shared": 0.5 / 127, "int8/256~shared": 0.5 / 127, "int8~shared~world": 0.5 / 127,
-    "int8/256~shared~sqrt": 0.5 / 127, "int8~bf16~shared": 0.5 / 127, "qsgd8~shared": 1 / 127,
+    "int8/tensor~shared": 0.5 / 127, "int8/256~shared": 0.5 / 127, "int8/tensor~shared~world": 0.5 / 127,
+    "int8/256~shared~sqrt": 0.5 / 127, "int8/tensor~bf16~shared": 0.5 / 127, "qsgd8~shared": 1 / 127,
     "terngrad~shared": 1.0, "fp8lm": 2.0**-4, "aps/e4m3": 2.0**-4, "aps/e5m2": 2.0**-3,
 }  # fmt: skip
 
@@ -464,9 +465,10 @@ def test_a_fixed_scale_is_refused_inside_nodes():
 FORMATS = ("int8", "int4", "int2", "e4m3fn", "nf4", "posit8_1", "fixed2.6", "tree8", "static8")
 SOME = (
     "fp32", "bf16", "fp16",
-    *(f"{name}{block}" for name in FORMATS for block in ("", "/16", "/64", "/256")),
-    "int4/64~sr", "int8~pow2", "e5m2/32~pow2~e8m0", "int8/64~bf16", "e4m3/64~up", "qsgd4/512", "qsgd4/tensor",
-    "terngrad", "maxmin4/64", "maxmin2/128~sr", "onebit/64", "onebit/64~mean", "sign/64", "topk/0.3",
+    *(f"{name}{block}" for name in FORMATS for block in ("/tensor", "/16", "/64", "/256")),
+    "int4/64~sr", "int8/tensor~pow2", "e5m2/32~pow2~e8m0", "int8/64~bf16", "e4m3/64~up", "qsgd4/512",
+    "qsgd4/tensor", "terngrad", "maxmin4/64", "maxmin2/128~sr", "onebit/64", "onebit/64~mean", "sign/64",
+    "topk/0.3",
     "topk/1~int8/64", *SHARED,
 )  # fmt: skip
 CASES, KINDS = 400, ("equal", "opposite", "apart", "uneven")
@@ -553,7 +555,7 @@ def test_any_codec_on_any_schedule_comes_as_near_to_the_mean_as_its_numbers_allo
 @pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical"])
 @pytest.mark.parametrize(
     "spec",
-    ["terngrad~shared", "qsgd4~shared", "int8~sr~shared~world", "int2~offset0~sr", "e4m3fn~sr~shared"],
+    ["terngrad~shared", "qsgd4~shared", "int8/tensor~sr~shared~world", "int2~offset0~sr", "e4m3fn~sr~shared"],
 )
 def test_under_an_agreed_or_fixed_scale_random_rounding_is_right_on_average(spec, schedule, world):
     """Many elements of one value, up to the largest under the scale: their mean is within six deviations."""
@@ -568,11 +570,13 @@ def test_under_an_agreed_or_fixed_scale_random_rounding_is_right_on_average(spec
 
 
 def test_a_scale_without_room_for_a_sum_of_so_many_ranks_is_refused():
-    assert relative_error(reduced([torch.ones(9)] * 7, "int4~shared~world")[0], 7 * torch.ones(9)) < 1e-6
+    assert (
+        relative_error(reduced([torch.ones(9)] * 7, "int4/tensor~shared~world")[0], 7 * torch.ones(9)) < 1e-6
+    )
     with pytest.raises(
         CodecError, match=r"no room for the sum of 8 ranks: the largest int4 is 7; leave ~world"
     ):
-        reduced([torch.ones(9)] * 8, "int4~shared~world")
+        reduced([torch.ones(9)] * 8, "int4/tensor~shared~world")
 
 
 @pytest.mark.parametrize("spec", ["int8/256", "int4/128", "e4m3fn/128"])
@@ -661,7 +665,7 @@ def test_what_is_worked_out_once_follows_tensors_and_residuals_that_move(spec, s
 
 
 @pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
-@pytest.mark.parametrize("spec", ["int8~shared+ef", "aps/e4m3+ef", "onebit/64+ef", "int4/128+ef:8bit"])
+@pytest.mark.parametrize("spec", ["int8/tensor~shared+ef", "aps/e4m3+ef", "onebit/64+ef", "int4/128+ef:8bit"])
 def test_tensors_in_one_vector_owe_what_one_call_for_each_would(spec, schedule):
     """And of very different sizes: what one of them owes must not enter into another's scale."""
     codec, schedule, world, numels = codecs.get(spec), SCHEDULES[schedule], 4, (300, 1000, 70)
@@ -946,7 +950,7 @@ def test_what_is_rounded_inside_a_node_is_owed_too(light, world):
     assert given - seen == pytest.approx(owed + float(nodes[0].double().sum()), abs=1e-2)
 
 
-@pytest.mark.parametrize("spec", ["int4/128+ef", "onebit/64+ef", "int4~shared+ef", "topk/0.1+ef:bf16"])
+@pytest.mark.parametrize("spec", ["int4/128+ef", "onebit/64+ef", "int4/tensor~shared+ef", "topk/0.1+ef:bf16"])
 @pytest.mark.parametrize("light", ["bf16", "int8/256"])
 def test_with_feedback_roundings_inside_nodes_do_not_pile_up(light, spec):
     """What is still missing after many steps is no more than after few."""
@@ -960,7 +964,7 @@ def test_with_feedback_roundings_inside_nodes_do_not_pile_up(light, spec):
 
 @pytest.mark.parametrize(("world", "inside"), [(6, 3), (9, 3), (8, 4), (12, 3)])
 @pytest.mark.parametrize("light", ["fp32", "bf16", "int8/256"])
-@pytest.mark.parametrize("spec", ["fp32", "int8/256", "int8~shared", "aps/e4m3"])
+@pytest.mark.parametrize("spec", ["fp32", "int8/256", "int8/tensor~shared", "aps/e4m3"])
 def test_nodes_of_more_than_two_ranks_come_near_the_mean_of_all(spec, light, world, inside):
     """A mean in float64, and every rounding on the way: twice inside a node, once or twice between them.
 
@@ -1039,7 +1043,9 @@ def test_native_refuses_a_feedback_that_it_would_ignore():
 
 
 @pytest.mark.parametrize("schedule", ["one_shot", "two_shot"])
-@pytest.mark.parametrize("spec", ["int4/128+ef", "int4~shared+ef", "int4/128~shared~sqrt+ef", "aps/e3m0+ef"])
+@pytest.mark.parametrize(
+    "spec", ["int4/128+ef", "int4/tensor~shared+ef", "int4/128~shared~sqrt+ef", "aps/e3m0+ef"]
+)
 def test_the_mean_of_all_debts_is_what_the_mean_gradient_is_still_owed(spec, schedule):
     """Element by element: so residuals can go to another codec or world."""
     world, kept = 4, channels(codecs.get(spec), 4)

@@ -41,7 +41,7 @@ from thinwire.schedules import get as get_schedule
 
 CODECS = (
     "fp32", "bf16", "int8/256", "int4/128", "aps/e5m2", "qsgd4/512", "topk/0.01+ef", "onebit/64+ef",
-    "int8~shared",
+    "int8/tensor~shared",
 )  # fmt: skip
 SCHEDULES = (
     "auto", "native", "one_shot", "two_shot", "ring", "tree", "hierarchical", "hierarchical/1", "sparse",

@@ -28,7 +28,7 @@ WORLD, MOST_CALLS, MOST_NUMEL = 3, 8, 5000
 PROGRAMS, WALL_S, PROGRAM_S, START_S = 200, 150, 30, 60
 CODECS = (
     "fp32", "bf16", "int8/256", "int4/128~sr", "aps/e5m2", "qsgd4/512", "topk/0.01+ef", "mxfp8", "fp8lm",
-    "int8~shared", "qsgd8~shared", "bf16+ef",
+    "int8/tensor~shared", "qsgd8~shared", "bf16+ef",
 )  # fmt: skip
 SCHEDULES = (
     "auto", "native", "one_shot", "two_shot", "ring", "tree", "hierarchical", "hierarchical/3",

@@ -273,7 +273,9 @@ def test_casts_are_added_in_their_own_precision(spec):
 
 
 @pytest.mark.parametrize("order", ["sequential", "ring", "tree", "2", "sequential+kahan"])
-@pytest.mark.parametrize("spec", ["int8~shared~world", "int8~bf16~shared~world", "int8~pow2~shared~world"])
+@pytest.mark.parametrize(
+    "spec", ["int8/tensor~shared~world", "int8/tensor~bf16~shared~world", "int8/tensor~pow2~shared~world"]
+)
 def test_integers_under_any_shared_scale_are_added_exactly(spec, order):
     """A scale in float32 is not read as an exponent: the result is the sum of all codes, times the scale."""
     world, codec = 5, codecs.get(spec)
@@ -297,7 +299,7 @@ def test_a_fixed_scale_is_one_whether_shared_or_not(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", ["int8~shared~world", "fixed2.6~offset0", "fixed2.6~offset0~shared", "aps/e3m0"]
+    "spec", ["int8/tensor~shared~world", "fixed2.6~offset0", "fixed2.6~offset0~shared", "aps/e3m0"]
 )
 def test_formats_without_nan_do_not_hide_a_bad_number(spec):
     for bad in (math.nan, math.inf):
@@ -307,7 +309,7 @@ def test_formats_without_nan_do_not_hide_a_bad_number(spec):
         assert not any(bool(x[3].isfinite()) for x in ranks)
 
 
-@pytest.mark.parametrize("spec", ["int8~shared~world", "aps/e4m3", "bf16"])
+@pytest.mark.parametrize("spec", ["int8/tensor~shared~world", "aps/e4m3", "bf16"])
 def test_zeros_and_nothing_at_all_have_sums(spec):
     for order in ("sequential", "ring", "tree", "2"):
         ranks = [torch.zeros(10) for _ in range(4)]

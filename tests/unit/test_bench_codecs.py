@@ -14,7 +14,7 @@ from thinwire.bench import formats as bench_formats
 from thinwire.errors import InputError, UnknownCodecError
 
 NUMEL = 1 << 14
-SPECS = ["int4/128", "tree8/4096", "qsgd4/512", "onebit/64+ef", "topk/0.01+ef", "int8~shared", "bf16"]
+SPECS = ["int4/128", "tree8/4096", "qsgd4/512", "onebit/64+ef", "topk/0.01+ef", "int8/tensor~shared", "bf16"]
 
 
 @pytest.fixture(scope="module")

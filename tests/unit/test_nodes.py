@@ -109,8 +109,8 @@ SERVED = [spec for spec, codec in CODECS.items() if not SCHEDULES["two_shot"].re
 @pytest.mark.parametrize(
     "spec",
     [
-        *SERVED, "aps/e4m3", "fp8lm", "e4m3~offset0", "int8", "int8/64+ef", "qsgd4", "int8~shared",
-        "int8/256~shared", "int8~shared~world",
+        *SERVED, "aps/e4m3", "fp8lm", "e4m3~offset0", "int8/tensor", "int8/64+ef", "qsgd4",
+        "int8/tensor~shared", "int8/256~shared", "int8/tensor~shared~world",
     ],
 )  # fmt: skip
 def test_shards_of_all_nodes_at_once_have_the_bits_of_two_shot(spec, monkeypatch):

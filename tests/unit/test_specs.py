@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire import Rounding, Stream, codecs
+from thinwire import Rounding, Stream, codecs, policy
 from thinwire.codecs import (
     CODECS,
     Block,
@@ -36,12 +36,12 @@ MEANINGS = {
     "int4/128~sr": Block("int4", 128, "stochastic"),
     "e5m2/128~bf16": Block("float8_e5m2", 128, scaling=Scaling(store="bfloat16")),
     "topk/0.01~fp16+ef": TopK(0.01, Cast("fp16"), feedback="float32"),
-    "int8": Block("int8"),
+    "int8/tensor": Block("int8"),
     "int8/256~pow2~e8m0": Block("int8", 256, scaling=Scaling("pow2", store="e8m0")),
     "int8/256~floor": Block("int8", 256, scaling=Scaling("floor")),
     "int8/256~p99.9": Block("int8", 256, scaling=Scaling("percentile", 99.9)),
     "int8/64~rms2.5~up": Block("int8", 64, "up", Scaling("rms", 2.5)),
-    "int8~l2~shared": Block("int8", scaling=Scaling("l2", shared=True)),
+    "int8/tensor~l2~shared": Block("int8", scaling=Scaling("l2", shared=True)),
     "posit8_1": Block("posit8_1"),
     "posit8_1~offset0": Block("posit8_1", scaling=Scaling("fixed")),
     "fixed2.6": Block("fixed2.6"),
@@ -68,7 +68,7 @@ MEANINGS = {
 #: A recipe, and the same wire but for the tag written out.
 RECIPES = {
     "qsgd4": "int4/512~sr",
-    "qsgd4/tensor": "int4~sr",
+    "qsgd4/tensor": "int4/tensor~sr",
     "qsgd2": "int2/128~sr",
     "qsgd16": "int16/8192~sr",
     "qsgd8/64~l2": "int8/64~l2~sr",
@@ -88,7 +88,11 @@ ALIASES = {
     "fp4/16": "e2m1fn/16",
     "dynamic_tree/64": "tree8/64",
     "linear": "linear8",
-    "int8/tensor": "int8",
+    "int8": "int8/256",
+    "int8~sr": "int8/256~sr",
+    "int4+ef": "int4/128+ef",
+    "fp8": "e4m3fn/128",
+    "e4m3fn/tensor": "e4m3fn",
     "posit8_1/tensor~sr": "posit8_1~sr",
     "terngrad/tensor": "terngrad",
     "qsgd8/tensor~shared": "qsgd8~shared",
@@ -101,7 +105,7 @@ ALIASES = {
     "nuqsgd4": "nuqsgd4/8192",
     "cntk4": "cntk4/512",
     "maxmin4": "maxmin4/1024",
-    "onebit": "onebit/64",
+    "onebit": "onebit/512",
     "onebit/64~zero": "onebit/64",
     "sign": "sign/64",
     "topk/1e-2": "topk/0.01",
@@ -137,7 +141,7 @@ MISTAKES = {
     "int8/many": "a block is a number of elements, not 'many'",
     "int8/256~what": r"no option '~what'; options: sr.*absmax, pow2, floor, l2.*f32, bf16, e8m0.*shared",
     "int8/256~": "no option '~'",
-    "int8~shraed": "no option '~shraed'; did you mean '~shared'",
+    "int8/tensor~shraed": "no option '~shraed'; did you mean '~shared'",
     "int8/256~e4m3": "no option '~e4m3'",
     "int8/256~p0": r"a percentile lies in \(0, 100\]",
     "int8/256~p100.5": r"a percentile lies in \(0, 100\]",
@@ -208,7 +212,8 @@ MISTAKES = {
 
 def test_every_example_in_the_docstring_means_what_it_says():
     assert EXAMPLES == [
-        "int8/256", "posit8_1", "posit8_1~offset0", "int4/128~sr", "e5m2/128~bf16", "topk/0.01~fp16+ef",
+        "int8/256", "int8/tensor", "posit8_1", "posit8_1~offset0", "int4/128~sr", "e5m2/128~bf16",
+        "topk/0.01~fp16+ef",
     ]  # fmt: skip
     assert all(example in MEANINGS and codecs.get(example).spec == example for example in EXAMPLES)
 
@@ -278,7 +283,29 @@ def test_every_family_has_an_entry_in_the_registry():
     for pattern in spec.WIDTHS:
         assert any(re.match(pattern, name) for name in CODECS), pattern
     for alias, name in spec.ALIASES.items():
-        assert codecs.get(alias) == codecs.get(name)
+        assert codecs.get(f"{alias}/tensor") == codecs.get(f"{name}/tensor")
+
+
+def test_a_name_alone_means_the_same_everywhere():
+    """As a codec, and as a recipe, which adds what is done with small tensors, feedback and a schedule."""
+    alone = {
+        "int8": "int8/256",
+        "int4": "int4/128",
+        "onebit": "onebit/512",
+        "fp8": "e4m3fn/128",
+        "qsgd4": "qsgd4/512",
+    }
+    assert {name: codecs.get(name).spec for name in alone} == alone
+    both = 0
+    for name, recipe in policy.RECIPES.items():
+        try:
+            codec = codecs.get(name)
+        except UnknownCodecError:
+            continue
+        both += 1
+        assert codecs.get(recipe.rules[-1].codec).with_feedback("") == codec, name
+        assert codecs.get(policy.get(name).rules[-1].codec).with_feedback("") == codec, name
+    assert both >= 8
 
 
 # A format's name
@@ -295,7 +322,8 @@ def test_a_formats_name_alone_is_one_scale_for_the_vector(name):
     codec = codecs.get(FORMATS[name])
     assert codec == Block(name) == codecs.get(codec.spec)
     if name not in ("sign", "nuqsgd4"):  # as specs, codecs of their own
-        assert codec == codecs.get(name) == codecs.get(f"{name}/tensor")
+        assert codec == codecs.get(f"{name}/tensor")
+        assert name in spec.BLOCKS or codec == codecs.get(name)
     found, small = (codec.decode(codec.encode(x * unit), 300) / unit for unit in (1.0, 2.0**-20))
     assert torch.equal(found, small)
     largest = x.abs().max()

@@ -17,7 +17,8 @@ from thinwire.schedules.choose import SMALL_NBYTES, choose
 from thinwire.schedules.exchange import arriving, parts
 
 DOZEN = (
-    "fp32", "bf16", "int8", "int8/256", "int4/128~sr", "e4m3fn/128", "nvfp4", "aps/e5m2", "int8/256~shared",
+    "fp32", "bf16", "int8/tensor", "int8/256", "int4/128~sr", "e4m3fn/128", "nvfp4", "aps/e5m2",
+    "int8/256~shared",
     "onebit/64+ef", "topk/0.01+ef", "randomk/0.01~unbiased", "threshold/0.001~cap0.1+ef",
 )  # fmt: skip
 HUGE_NUMEL, HUGE_WORLD = 70_000_000_000, 10_000

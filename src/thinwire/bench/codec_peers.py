@@ -70,7 +70,7 @@ def hivemind_codecs(x: Tensor) -> Iterator[Case]:
     def compress(codec: Any, x: Tensor) -> tuple[Any]:
         return (codec.compress(x, compression.CompressionInfo.from_tensor(x)),)
 
-    for name, spec in (("BlockwiseQuantization", "tree8/4096"), ("Uniform8BitQuantization", "int8")):
+    for name, spec in (("BlockwiseQuantization", "tree8/4096"), ("Uniform8BitQuantization", "int8/tensor")):
         codec = getattr(compression, name)()
         yield from _there_and_back(spec, partial(compress, codec), codec.extract)
 
@@ -90,7 +90,7 @@ def ddp_hooks(x: Tensor) -> Iterator[Case]:
         scale_and_zero = _observed(observers.PerChannelMinMaxObserver(), channels)
         return hooks._quantize_per_channel_backend(channels, *scale_and_zero), *scale_and_zero
 
-    yield from _there_and_back("int8", per_tensor, hooks._dequantize_per_tensor_backend)
+    yield from _there_and_back("int8/tensor", per_tensor, hooks._dequantize_per_tensor_backend)
     yield from _there_and_back(f"maxmin8/{CHANNEL}", per_channel, hooks._dequantize_per_channel_backend)
 
 

@@ -117,7 +117,7 @@ CODECS: dict[str, Codec] = {
     each.spec: each
     for each in map(get, (
         "fp32", "fp16", "bf16",
-        "int8", "int8/256", "int4/128", "int4/128~sr", "int2/64~sr", "int8/256~bf16", "int8/256~pow2",
+        "int8/tensor", "int8/256", "int4/128", "int4/128~sr", "int2/64~sr", "int8/256~bf16", "int8/256~pow2",
         "int8/256~p99.9",
         "e4m3fn/128", "e5m2/128", "e5m2/128~sr", "e4m3/128~pow2~e8m0", "posit8_1",
         "mxfp8", "mxfp8e5", "mxfp6", "mxfp6e3", "mxfp4", "mxint8", "nvfp4", "nf4/64",

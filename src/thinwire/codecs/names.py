@@ -32,6 +32,8 @@ ALIASES = {
 }
 STORES = {"f32": "float32", "bf16": "bfloat16", "e8m0": "e8m0"}
 WHOLE = "tensor"  #: in place of a block: one scale for all of it
+#: Elements that share a scale, where a spec is a name and nothing else; other formats have one scale.
+BLOCKS = {"int8": 256, "int4": 128, "fp8": 128}
 TAKEN = ("sign", "nuqsgd4")  #: formats whose names mean another codec
 OWN: dict[str, Format] = {}  #: formats of users, by the names that specs have for them
 
@@ -96,7 +98,8 @@ def block_spec(format: Format, block: int | None, rounding: Rounding | str, scal
     options += f"~{scaling.margin}" if scaling.margin else ""
     if rounding != Rounding.NEAREST:
         options += "~sr" if rounding == Rounding.STOCHASTIC else f"~{rounding}"
-    return f"{name_of(format)}{f'/{block}' if block else ''}{options}"
+    name = name_of(format)
+    return f"{name}{f'/{block or WHOLE}' if block or name in BLOCKS else ''}{options}"
 
 
 def shortest(value: float) -> str:

@@ -32,7 +32,7 @@ class OneBit(Codec):
     deviation. "sign": it becomes plus or minus the mean magnitude, and one number is enough.
     """
 
-    block: int = 64  #: a power of two from 64 to 65536
+    block: int = 512  #: a power of two from 64 to 65536
     threshold: str = "zero"
 
     def _check(self) -> None:

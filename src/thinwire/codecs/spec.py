@@ -5,11 +5,13 @@
     residual = "bf16" | "8bit"
 
 `name` is a family below or any number format; the argument is a block length, a fraction or a format, as
-the family has it. A format's name alone, or with `/tensor`, has one scale for the whole vector, whatever the
-format: its largest magnitude becomes the format's largest number, or 1 for posits, which are finest there.
-Only `~offset` fixes the scale: `~offset0` is a scale of 1, so that numbers too small or too large are lost.
+the family has it. A name alone means the same everywhere: `int8` is int8/256, `int4` is int4/128, `fp8` is
+e4m3fn/128 and `onebit` is onebit/512. Any other format has one scale for the whole vector, as with `/tensor`:
+its largest magnitude becomes the format's largest number, or 1 for posits, which are finest there. Only
+`~offset` fixes the scale: `~offset0` is a scale of 1, so that numbers too small or too large are lost.
 
-    int8/256             256 elements share a float32 scale
+    int8/256             256 elements share a float32 scale; the same as int8
+    int8/tensor          one scale for the whole vector
     posit8_1             one scale for the whole vector; the same as posit8_1/tensor
     posit8_1~offset0     numbers as they are, without a scale
     int4/128~sr          rounded at random
@@ -28,7 +30,7 @@ from thinwire.codecs.block import Block
 from thinwire.codecs.cast import DTYPES, Cast
 from thinwire.codecs.dct import DctTopK
 from thinwire.codecs.maxmin import MaxMin
-from thinwire.codecs.names import ALIASES, STORES, WHOLE, format_of, name_of, shortest
+from thinwire.codecs.names import ALIASES, BLOCKS, STORES, WHOLE, format_of, name_of, shortest
 from thinwire.codecs.onebit import OneBit, OneBitColumn
 from thinwire.codecs.sparse import MSTopK, RandomK, Threshold, TopK
 from thinwire.errors import CodecError, FormatError, UnknownCodecError, unknown
@@ -125,7 +127,7 @@ def _block(parts: Parts) -> Block:
     except FormatError as error:
         raise (parts.refuse(str(error)) if "#" in parts.name else _unknown(parts)) from None
     rounding, scaling = _options(parts, Rounding.NEAREST, Scaling())
-    return Block(format, parts.block(whole=True), rounding, scaling)
+    return Block(format, parts.block(BLOCKS.get(parts.name), whole=True), rounding, scaling)
 
 
 def _options(parts: Parts, rounding: Rounding, scaling: Scaling) -> tuple[Rounding, Scaling]:
@@ -283,7 +285,7 @@ def _onebit(parts: Parts) -> Codec:
     if column:
         rows = int(column.group(1)) if column.group(1) else None
         return OneBitColumn(rows, bool(column.group(2)), threshold)
-    return OneBit(parts.block(64) or 0, threshold)
+    return OneBit(parts.block(512) or 0, threshold)
 
 
 def _sign(parts: Parts) -> OneBit:
