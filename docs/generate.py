@@ -30,12 +30,10 @@ from thinwire.study.papers import judge
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-#: What the README shows of the benchmark; docs/benchmarks.md has all of it.
-SHOWN_CODECS = (
-    "int8/256", "int4/128", "e4m3fn/128", "tree8/4096", "nf4/64", "mxfp4", "qsgd4/512", "onebit/64+ef",
-)  # fmt: skip
+#: What the README shows of the benchmarks; docs/training.md has all of it.
 SHOWN_METHODS = ("torch-bf16", "torch-powersgd", "int8", "int4", "onebit", "powersgd", "auto")
-SHOWN = ("float8_e4m3fn", "float8_e5m2", "int8", "posit8_1", "dynamic_tree", "bnb_dynamic", "nf4")
+SHOWN_LINK = "10gbit"
+SHOWN_COLUMNS = ("codec", "speed-up", "final accuracy", "points from fp32", "bytes per step", "whole run")
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
@@ -103,18 +101,6 @@ def where(record: dict[str, Any]) -> str:
     return f"{name}, {record['numel'] >> 20}M values, {record['date'][:10]}, commit `{record['commit']}`"
 
 
-def speed_summary() -> str:
-    parts = []
-    units = {"cpu": "elements/s, as a share of a float32 copy", "cuda": "bytes/s, as a share of that copy"}
-    for device, unit in units.items():
-        record = result("formats", device)
-        (title, header, rows), *_ = format_bench.tables(record)
-        del title
-        shown = [[f"`{row[0]}`", *row[2:]] for row in rows if row[0] in SHOWN]
-        parts.append(f"{where(record)}; {unit}:\n\n" + table(["format", *header[2:]], shown))
-    return "\n\n".join(parts)
-
-
 def speed_tables(kind: str, device: str) -> str:
     record = result(kind, device)
     bench = {"formats": format_bench, "codecs": codec_bench}[kind]
@@ -135,17 +121,6 @@ def byte_table() -> str:
         cells = [f"{each['wire_nbytes'] / 1e6:.1f}" for each in found]
         rows.append([f"`{name}`", f"{found[0]['params'] / 1e6:.2f}M", *cells])
     return table(["network", "parameters", *(f"{name} MB" for name in footprint.STUDY)], rows)
-
-
-def codec_summary() -> str:
-    parts = []
-    units = {"cpu": "elements/s, as a share of a float32 copy", "cuda": "bytes/s, as a share of that copy"}
-    for device, unit in units.items():
-        record = result("codecs", device)
-        (_, header, rows), *_ = codec_bench.tables(record)
-        shown = [[f"`{row[0]}`", *row[1:]] for row in rows if row[0] in SHOWN_CODECS]
-        parts.append(f"{where(record)}; {unit}:\n\n" + table(list(header), shown))
-    return "\n\n".join(parts)
 
 
 def schedule_list() -> str:
@@ -185,25 +160,6 @@ def collective_tables(device: str) -> str:
     return "\n\n".join(parts)
 
 
-def collective_summary() -> str:
-    record = result("collectives", "cpu")
-    shown = ("fp16", "int8/256", "int4/128", "onebit/512")
-    places = [(2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (2, "10gbit"), (2, "loopback")]
-    found: dict[tuple[int, str, str], float] = {}
-    for row in record["rows"]:  # the first is that of the place, later ones those of the sizes
-        if row["numel"] == collective_bench.CORE_NUMEL and row["schedule"] != "hook":
-            found.setdefault((row["world"], row["link"], row["method"]), row["ratio_to_fp32"])
-    rows = [
-        [f"{world} hosts, {link}", *(f"{found[world, link, spec]:.2f}x" for spec in shown)]
-        for world, link in places
-    ]
-    made = f"{record['date'][:10]}, commit `{record['commit']}`"
-    head = f"{record['machine']['processor']}, two cores for all hosts, {made}:"
-    return f"{head}\n\n" + table(
-        ["25 MB all-reduce, faster than torch's fp32", *(f"`{spec}`" for spec in shown)], rows
-    )
-
-
 def made(record: dict[str, Any]) -> str:
     where, when = record["machine"]["processor"], record["date"][:10]
     return f"{where}, two cores for all hosts, {when}, commit `{record['commit']}`"
@@ -214,6 +170,15 @@ def demo_table() -> str:
     rows = [[f"`{codec}`", *cells] for codec, *cells in (row["cells"] for row in record["rows"])]
     head = f"**{record['headline']}** {record['rows'][0]['title']}; {made(record)}:"
     return f"{head}\n\n{table(record['header'], rows)}\n\n{record['note']}"
+
+
+def demo_summary() -> str:
+    """The columns that matter most, for the README."""
+    record = result("demo", "cpu")
+    kept = [record["header"].index(name) for name in SHOWN_COLUMNS]
+    rows = [[f"`{row['cells'][0]}`", *(row["cells"][i] for i in kept[1:])] for row in record["rows"]]
+    head = f"**{record['headline']}** {record['rows'][0]['title']}; {made(record)}:"
+    return f"{head}\n\n{table(list(SHOWN_COLUMNS), rows)}"
 
 
 def convergence_table() -> str:
@@ -241,10 +206,12 @@ def where_trained(record: dict[str, Any]) -> str:
 
 
 def training_summary() -> str:
-    """How much faster than plain DDP, on hosts that share a GPU."""
+    """How much faster than plain DDP, on hosts that share a GPU and have slow links."""
     record = result("training", "cuda")
     rows = []
     for cell in record["cells"]:
+        if cell["link"] != SHOWN_LINK:
+            continue
         faster = {row["method"]: f"{row['ratio_to_plain']:.1f}x" for row in cell["rows"]}
         plain = next(row for row in cell["rows"] if row["method"] == training_bench.PLAIN)
         place = f"{cell['network']}, {cell['hosts']} hosts, {cell['link']}"
@@ -309,23 +276,21 @@ def simulate_tables() -> str:
 
 PARTS = {
     "demo": demo_table,
+    "demo-short": demo_summary,
     "simulate-bench": simulate_tables,
     "convergence": convergence_table,
     "training": partial(training_tables, "cpu"),
     "training-cuda": partial(training_tables, "cuda"),
     "training-summary": training_summary,
     "schedules": schedule_list,
-    "collectives": collective_summary,
     "collective-speed": lambda: collective_tables("cpu"),
     "collective-speed-cuda": lambda: collective_tables("cuda"),
     "formats": format_list,
-    "speed": speed_summary,
     "speed-cpu": lambda: speed_tables("formats", "cpu"),
     "speed-cuda": lambda: speed_tables("formats", "cuda"),
     "codecs": codec_list,
     "wires": wire_formats,
     "bytes": byte_table,
-    "codec-speed": codec_summary,
     "codec-speed-cpu": lambda: speed_tables("codecs", "cpu"),
     "codec-speed-cuda": lambda: speed_tables("codecs", "cuda"),
     **{f"reproduction-{name}": partial(reproduction, name) for name in papers.PAPERS},

@@ -93,7 +93,11 @@ def test_readme_commands_exist():
     from thinwire.cli import app
 
     command = get_command(app)
-    for line in re.findall(r"^(?:\$ )?thinwire ([a-z]+(?: [a-z]+)?)", README, re.M):
+    lines = re.findall(
+        r"^(?:\$ )?thinwire ([a-z]+(?: [a-z]+)?)", (ROOT / "docs" / "cli.md").read_text(), re.M
+    )
+    assert {line.split()[0] for line in lines} == command.commands.keys(), "docs/cli.md has every verb"
+    for line in lines:
         words, here = line.split(), command
         for word in words:
             if not getattr(here, "commands", None):
