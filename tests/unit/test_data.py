@@ -36,12 +36,14 @@ GONE = Web("http://127.0.0.1:9", GZ)  # the discard port: nobody listens
 
 
 def tarball(members):
+    """Of contents by name; None is a folder."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, body in members.items():
             entry = tarfile.TarInfo(name)
-            entry.size = len(body)
-            archive.addfile(entry, io.BytesIO(body))
+            entry.type = tarfile.DIRTYPE if body is None else tarfile.REGTYPE
+            entry.size = len(body or b"")
+            archive.addfile(entry, io.BytesIO(body or b""))
     return buffer.getvalue()
 
 
@@ -163,6 +165,13 @@ def test_an_archive_is_unpacked_without_its_folders(server, tiny, cache, tmp_pat
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
 
 
+def test_folders_of_an_archive_that_fit_a_pattern_are_passed_over(server, tiny, cache):
+    server.bodies["more.tar.gz"] = tarball({"set/folder": None, "set/one": ONE, "set/two": TWO})
+    tiny(Web(server.base, ("more.tar.gz",), keep=("set/*",)))
+    data.fetch("tiny")
+    assert is_whole(cache)
+
+
 def test_a_dead_source_is_followed_by_a_good_one(server, tiny, cache):
     tiny(GONE, Web(f"{server.base}/nowhere/at/all", ("three.gz",)), Web(server.base, GZ))
     data.fetch("tiny")
@@ -263,6 +272,13 @@ def test_what_killed_fetches_left_is_removed_after_a_day(server, tiny, cache):
     tiny(Web(server.base, GZ))
     data.fetch("tiny")
     assert left_over(cache) == [".fetch-young"]
+
+
+def test_a_cache_is_made_with_the_folders_above_it(server, tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "not" / "there" / "yet"))
+    tiny(Web(server.base, GZ))
+    data.fetch("tiny")
+    assert is_whole(tmp_path / "not" / "there" / "yet")
 
 
 def test_a_cache_that_cannot_be_written_is_one_error(tiny, monkeypatch, tmp_path):

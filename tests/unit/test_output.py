@@ -380,6 +380,8 @@ def test_error_means_one_thing_in_every_table():
     expected = float((x - rounded).double().norm() / x.double().norm())
     assert codecs.accuracy.error(codecs.get("fp16"), x) == pytest.approx(expected)
     assert formats.accuracy.errors(formats.get("float16"), x, scale=1.0)["error"] == pytest.approx(expected)
+    nothing = formats.accuracy.errors(formats.get("int8"), torch.zeros(4))
+    assert [nothing[key] for key in ("error", "relative", "zeroed")] == [0.0, 0.0, 0.0]
     assert codecs.accuracy.distortion(codecs.get("fp16"), x) == pytest.approx(expected**2)
     assert codecs.accuracy.error(codecs.get("fp16"), torch.zeros(8)) == 0.0
     name = "relative error ||x - y|| / ||x||"

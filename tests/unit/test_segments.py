@@ -9,6 +9,7 @@ import torch
 from thinwire import Stream, kernels
 from thinwire.codecs.block import Block
 from thinwire.codecs.onebit import OneBit
+from thinwire.codecs.sparse import TopK
 from thinwire.kernels import block_reference, onebit_reference, segment_cpu, segment_reference
 from thinwire.kernels.params import (
     FILLED,
@@ -317,6 +318,17 @@ def test_no_segments_and_segments_without_elements():
     kernels.block_encode_segments(p, torch.ones(20), wire, segments)
     assert torch.equal(wire[4:8].view(torch.int32), torch.tensor([codec.tag(0)], dtype=torch.int32))
     assert (wire[8:16] == GUARD).all()
+
+
+def test_rows_of_a_tensor_that_lie_apart_are_encoded_one_by_one():
+    """By codecs without kernels for segments, which take neighbouring rows at once."""
+    codec, x = TopK(0.5), torch.arange(1.0, 17.0)
+    for starts in ((0, 4), (0, 8), (8, 0)):
+        plans, wires = (codec.plan(4),) * 2, (0, codec.nbytes(4))
+        segments = Segments(plans, starts, wires, (0, 4), (7, 7), (0, 1))
+        wire = buffer(2 * codec.nbytes(4))
+        codec.encode_segments(x, wire, segments)
+        assert torch.equal(wire, torch.cat([codec.encode(x[at : at + 4]) for at in starts]))
 
 
 def test_keys_are_those_of_streams():

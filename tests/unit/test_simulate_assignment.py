@@ -109,6 +109,12 @@ def test_mean_bits():
     assert bits(layer, {"0": LOW}, torch.zeros(2, 3)) == (10 * 16 + 20 * 24) / 60
 
 
+def test_layers_that_an_assignment_leaves_out_have_the_bits_of_the_rest():
+    layer, x = nn.Sequential(nn.Linear(3, 5)), torch.zeros(2, 3)
+    assert bits(layer, {}, x, high=Stages()) == 32
+    assert bits(layer, {"0": LOW}, x, high=Stages()) == bits(layer, {"0": LOW}, x)
+
+
 def test_default_formats():
     assert SHIFTED.max == 448 / 16
     assert SHIFTED.min_subnormal == 2.0**-13
@@ -211,6 +217,11 @@ def test_training_from_low_to_high():
     assert overflow["fc/weight"] == overflow["fc/output"] == 0
 
 
+def test_muppet_rounds_operands_alone():
+    for level, spec in zip(muppet(("int8", "fp32")), ("int8", None), strict=True):
+        assert level == Stages(forward=spec, backward=spec)
+
+
 def test_thresholds_are_those_of_muppet():
     found = [Rungs().threshold(epoch) for epoch in (0, 10, 20, 30)]
     assert found == [1 + 1.5 * math.exp(-x) for x in (0, 1, 2, 3)]
@@ -225,6 +236,14 @@ def test_diversity_of_equal_and_of_orthogonal_gradients():
         climb.look({"same": torch.ones(5), "apart": torch.eye(3)[i], "rests": torch.zeros(2)}, epoch=i)
     assert math.isclose(climb.last, (3 * 5 / 45 + 3 / 3) / 2, rel_tol=1e-6)
     assert diversity(torch.tensor([4.0]), [torch.tensor([1.0, 1.0])]).item() == 2
+
+
+def test_diversity_of_half_precision_gradients_is_computed_in_single():
+    """The squares of 300 numbers of 100 are beyond float16."""
+    climb = Climb()
+    for i in range(3):
+        climb.look({"fc": torch.full((300,), 100.0, dtype=torch.float16)}, epoch=i)
+    assert math.isclose(climb.last, 1 / 3, rel_tol=1e-6)
 
 
 def gradients_of(wanted):

@@ -9,7 +9,16 @@ from torch import nn
 from torch.nn import functional as plain
 
 from thinwire import FormatError, InputError, Stream, formats, simulate
-from thinwire.simulate import Arithmetic, Counters, Precision, Stages, convolution, functional, layers
+from thinwire.simulate import (
+    Arithmetic,
+    Counters,
+    Precision,
+    Stages,
+    convolution,
+    functional,
+    layers,
+    normalization,
+)
 from thinwire.simulate.site import Site
 
 MIXED = Stages("e4m3", "e5m2", "e3m4", optimizer="bfloat16", loss="e5m10")
@@ -347,6 +356,12 @@ def test_cross_entropy_is_torchs_without_rounding(reduction, options):
     torch.testing.assert_close(x.grad, z.grad)
 
 
+def test_cross_entropy_of_pixels_is_torchs_at_each_of_them():
+    x, target = randn(2, 5, 3, 4), torch.randint(5, (2, 3, 4), generator=torch.Generator().manual_seed(0))
+    ours = functional.cross_entropy(x, target, reduction="none")
+    torch.testing.assert_close(ours, plain.cross_entropy(x, target, reduction="none"))
+
+
 def test_cross_entropy_is_what_it_says():
     x, target = randn(4, 6, grad=True), torch.tensor([0, 5, 2, 2])
     stages = Stages(loss="e4m3")
@@ -593,6 +608,19 @@ def test_a_sum_that_is_no_number_has_no_sign():
         assert site.plus(a, b, how, "output").tolist() == [torch.inf]
 
 
+def test_a_bias_is_added_with_the_rounding_of_sums():
+    x, w, b = torch.zeros(1, 1), torch.zeros(999, 1), torch.full((999,), 1.2)
+
+    def found(rounding):
+        stages = Stages(arithmetic=Arithmetic(sum="e5m2", rounding=rounding))
+        return functional.linear(x, w, b, site=Site(stages))
+
+    assert set(found("nearest").flatten().tolist()) == {1.25}
+    assert set(found("zero").flatten().tolist()) == {1.0}
+    assert set(found("stochastic").flatten().tolist()) == {1.0, 1.25}
+    assert abs(found("stochastic").mean().item() - 1.2) < 0.02
+
+
 @pytest.mark.parametrize("spec", ["posit8_1", "e5m2", "fixed1.7", None])
 @pytest.mark.parametrize("groups", [0, 1, 2])
 def test_a_bias_in_an_exact_sum_is_rounded_with_it(spec, groups):
@@ -625,3 +653,8 @@ def test_only_exact_sums_take_a_bias_in():
     assert simulate.recipes.get("positnn/8+quire+fused").stages.fused
     assert not simulate.recipes.get("positnn/8+quire").stages.fused
     assert str(simulate.recipes.get("positnn/8+quire+fused").stages) == "posit8_2, fused"
+
+
+def test_batch_norm_of_a_vector_is_refused_in_words():
+    with pytest.raises(InputError, match=r"takes \[samples, channels, ...\], not \(4,\)"):
+        normalization.batch_norm(torch.randn(4), None, None, training=True)

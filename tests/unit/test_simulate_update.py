@@ -65,6 +65,14 @@ def test_in_float32_it_is_torchs_sgd_bit_for_bit(options):
             lambda p: Adam(p, 0.01, weight_decay=0.1, keep=None),
             lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
         ),
+        (  # an eps that counts, so that it must stand where torch has it
+            lambda p: RMSprop(p, 0.01, eps=0.3, keep=None),
+            lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.9, eps=0.3),
+        ),
+        (
+            lambda p: Adam(p, 0.01, betas=(0.8, 0.95), eps=0.3, keep=None),
+            lambda p: torch.optim.Adam(p, 0.01, betas=(0.8, 0.95), eps=0.3),
+        ),
     ],
 )
 def test_in_float32_the_others_are_torchs_but_for_rounding(ours, theirs):

@@ -247,6 +247,18 @@ def test_recipes_that_no_option_spells_are_what_their_papers_say():
     assert fp8lm.scaling == Scaling("pow2", shared=True, margin="sqrt")
 
 
+@pytest.mark.parametrize("mode", [mode for mode in Rounding if mode not in ("nearest", "stochastic")])
+def test_nvfp4_says_how_it_rounds(mode):
+    codec = codecs.get(f"nvfp4~{mode}")
+    assert (codec.spec, codec.rounding) == (f"nvfp4~{mode}", mode)
+    assert codecs.get("nvfp4~stochastic").spec == "nvfp4~sr"
+
+
+def test_exponential_levels_without_a_zero_have_another_power():
+    assert exponential(3) == (-1, -0.5, -0.25, 0, 0.25, 0.5, 1)
+    assert exponential(3, zero=False) == (-1, -0.5, -0.25, -0.125, 0.125, 0.25, 0.5, 1)
+
+
 @pytest.mark.parametrize("text", ALIASES)
 def test_other_spellings_lead_to_the_canonical_one(text):
     assert codecs.get(text).spec == ALIASES[text]

@@ -163,6 +163,12 @@ def test_shapes_are_those_of_the_papers():
     assert len(zoo.shapes("resnet152")) == 467
 
 
+def test_alexnet_normalises_twice_with_the_same_constants():
+    net = zoo.get("alexnet", "meta")
+    norms = [each for each in net.modules() if isinstance(each, nn.LocalResponseNorm)]
+    assert [(each.size, each.alpha, each.beta, each.k) for each in norms] == [(5, 1e-4, 0.75, 1.0)] * 2
+
+
 def test_inception_v3_without_its_auxiliary_classifier():
     trunk = {key: each for key, each in zoo.shapes("inception_v3").items() if not key.startswith("auxiliary")}
     assert numel(trunk) == 23_834_568

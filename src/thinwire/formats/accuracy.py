@@ -97,14 +97,15 @@ def errors(
     rounded = format.round((exact / scale).float(), rounding, rng).double() * scale
     error = (rounded - exact).abs()
     nonzero = exact != 0
+    count = max(1, int(nonzero.sum()))
     power, noise = float(exact.square().mean()), float(error.square().mean())
     return {
         "error": math.sqrt(noise / power) if power else (math.inf if noise else 0.0),
-        "relative": float((error[nonzero] / exact[nonzero].abs()).mean()),
+        "relative": float((error[nonzero] / exact[nonzero].abs()).sum()) / count,
         "absolute": float(error.mean()),
         "squared": noise,
         "snr_db": float(10 * np.log10(power / noise)) if power and noise else float("inf"),
-        "zeroed": float((rounded[nonzero] == 0).double().mean()),
+        "zeroed": float((rounded[nonzero] == 0).sum()) / count,
     }
 
 

@@ -49,8 +49,11 @@ class Rungs:
     decay: float = 0.1  #: by epoch
 
     def __post_init__(self) -> None:
-        if not self.levels or self.window < 2 or self.patience < 1:
-            raise FormatError("a ladder needs a level or more, window >= 2 and patience >= 1")
+        whole = type(self.window) is int and type(self.patience) is int
+        if not self.levels or not whole or self.window < 2 or self.patience < 1:
+            raise FormatError(
+                "a ladder needs a level or more, and whole numbers window >= 2 and patience >= 1"
+            )
 
     def threshold(self, epoch: int) -> float:
         """By what factor diversity may have fallen in an epoch."""

@@ -55,6 +55,8 @@ def batch_norm(  # noqa: PLR0913
     tensor([[-1.0000],
             [ 1.0000]])
     """
+    if x.ndim < 2:
+        raise InputError(f"batch_norm takes [samples, channels, ...], not {tuple(x.shape)}")
     over = tuple(n for n in range(x.ndim) if n != 1)
     layout = Layout(tuple(x.shape), over, (x.shape[1], *[1] * (x.ndim - 2)))
     if not training and (running_mean is None or running_var is None):
