@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test test-rest check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   training over a slow link, codec by codec: a table and demo.html (six minutes the first time)"
-	@echo "make test   every test (about fourteen minutes on two cores)"
+	@echo "make test   the tests (under eight minutes on two cores); the slow rest: make test-rest"
 	@echo "make check  lint, format, types, layers"
 	@echo "make bench  speed of formats, codecs, collectives and training beside others (45 minutes; links need root)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"
@@ -47,8 +47,12 @@ demo: .venv/.demo
 SEVERAL := tests/groups tests/launch tests/lab
 
 test: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(SEVERAL:%=--ignore %)
-	$(BIN)/python -m pytest $(SEVERAL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not rest" -n 2 --dist worksteal $(SEVERAL:%=--ignore %)
+	$(BIN)/python -m pytest -m "not rest" $(SEVERAL)
+
+test-rest: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest -n 2 --dist worksteal $(SEVERAL:%=--ignore %)
+	$(BIN)/python -m pytest -m rest $(SEVERAL)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

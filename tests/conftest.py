@@ -25,6 +25,7 @@ SPECIAL_PATTERNS = np.array(
 )  # fmt: skip
 
 
+DEVICE = Path(__file__).parent / "device"
 KERNELS = Path(__file__).parents[1] / "src" / "thinwire" / "kernels"
 
 
@@ -40,6 +41,13 @@ def pytest_configure():
     for path in KERNELS.glob("__pycache__/*.nb[ic]"):
         if path.stat().st_mtime < changed:
             path.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(items):
+    """Triton's programs in its interpreter are of the rest: they change with kernels, and take a while."""
+    for item in items:
+        if DEVICE in item.path.parents:
+            item.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(scope="session")

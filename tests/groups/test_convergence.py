@@ -14,6 +14,7 @@ SEEDS = 5
 WITHOUT_FEEDBACK = "onebit/512"
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(600)
 def test_codecs_reach_float32_and_one_bit_without_feedback_does_not(tmp_path):
     """One test, because all of it rests on the same runs."""

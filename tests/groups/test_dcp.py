@@ -7,6 +7,7 @@ WALL_S = 60
 pytestmark = pytest.mark.timeout(3 * WALL_S + 30)
 
 
+@pytest.mark.rest
 def test_residuals_go_through_a_distributed_checkpoint(said, tmp_path):
     folder = tmp_path / "saved"
     saved, _ = said("dcp_program.py", 4, "save", folder, wall_s=WALL_S)

@@ -7,7 +7,12 @@ pytestmark = pytest.mark.timeout(WALL_S + 30)
 
 
 @pytest.mark.parametrize(
-    ("program", "world"), [("ddp_program.py", 2), ("ddp_program.py", 3), ("attach_program.py", 4)]
+    ("program", "world"),
+    [
+        pytest.param("ddp_program.py", 2, marks=pytest.mark.rest),
+        ("ddp_program.py", 3),
+        ("attach_program.py", 4),
+    ],
 )
 def test_every_check_holds_on_every_rank(program, world, said):
     lines, _ = said(program, world, wall_s=WALL_S)

@@ -27,6 +27,7 @@ def test_every_surviving_rank_is_told_and_ends_by_itself(family, said):
     assert all(status is not None for status in ended.values()), "had to be ended"
 
 
+@pytest.mark.rest
 def test_random_programs_with_random_faults_end_as_promised(said):
     """A few of what `random_faults.py` draws; run it with more programs when faults are worked on."""
     options = (word for name, value in SAMPLE.items() for word in (f"--{name}", value))

@@ -14,12 +14,18 @@ import pytest
 FULL = os.environ.get("THINWIRE_FULL", "0") not in ("", "0")
 WALL_S = 900 if FULL else 120
 WORLDS = {"fork": [1, 2, 4, 5, 8], "spawn": [3]} if FULL else {"fork": [1, 2, 4], "spawn": [3]}
+QUICK = (1, 3)
 
 pytestmark = pytest.mark.timeout(WALL_S + 30)
 
 
 @pytest.mark.parametrize(
-    ("method", "world"), [(method, world) for method, worlds in WORLDS.items() for world in worlds]
+    ("method", "world"),
+    [
+        pytest.param(method, world, marks=[] if world in QUICK else pytest.mark.rest)
+        for method, worlds in WORLDS.items()
+        for world in worlds
+    ],
 )
 def test_every_check_holds_on_every_rank(method, world, said):
     lines, _ = said("gloo_program.py", method, world, *(["full"] if FULL else []), wall_s=WALL_S)

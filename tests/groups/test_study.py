@@ -310,6 +310,7 @@ def test_the_demo_makes_a_page_and_resumes(tmp_path, monkeypatch):
     assert json.loads(again.stdout)["settings"][0]["link"] == "loopback"
 
 
+@pytest.mark.rest
 def test_a_killed_study_goes_on(tmp_path):
     """SIGKILL: what was done is kept, ranks do not stay behind, and the same command does the rest."""
     data.fetch("digits")

@@ -80,7 +80,7 @@ def counted(world, folder):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.rest)])
 def test_declared_bytes_are_counted_bytes(world, tmp_path):
     found = counted(world, tmp_path)
     for name, (codec, numel) in CALLS.items():

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(200)
     ],
     ids=["accelerate", "lightning"],
 )
+@pytest.mark.rest
 def test_replicas_stay_equal_and_learn(command, begin, finish):
     ended = finish(begin(*command))
     assert ended.code == 0, ended.err[-3000:]

@@ -51,12 +51,14 @@ def check_training(ended, policy="int8"):
     assert float(said[2]) > 2
 
 
+@pytest.mark.rest
 def test_a_trainer_with_snapshots(launch, tmp_path):
     words = ("--codec", "int8", *TWO, SCRIPTS / "multigpu_torchrun.py", "3", "1", "--snapshot_path")
     check_training(launch(*words, tmp_path / "snapshot.pt"))
     assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["EPOCHS_RUN"] == 3
 
 
+@pytest.mark.rest
 def test_a_main_with_train_and_validate(launch, runtime):
     ended = launch(*TWO, "--codec=int8", "--standalone", SCRIPTS / "digits_main.py", "--epochs", "1", "-p5")
     check_training(ended)
@@ -97,6 +99,7 @@ def test_in_the_lab(launch):
     assert "2 ranks, loopback" in ended.err or "2 hosts, 1gbit links" in ended.err
 
 
+@pytest.mark.rest
 def test_a_killed_worker_resumes_with_its_residuals(launch, tmp_path):
     """Loss, parameters and residuals are those of a run without a break, bit for bit."""
     ended = launch(*TWO, "--max-restarts", "2", OWN / "resume.py", tmp_path, "8")
@@ -109,6 +112,7 @@ def test_a_killed_worker_resumes_with_its_residuals(launch, tmp_path):
     assert "the script calls thinwire.attach itself" in ended.err
 
 
+@pytest.mark.rest
 def test_modules_run_the_scripts_own_hook_wins_and_exit_codes_pass_through(launch, runtime):
     ended = launch(*TWO, "--codec", "int4", "-m", "own_hooks", "--flag", "-m", "x y", cwd=OWN)
     assert ended.out.count("done") == 2, ended.err[-3000:]

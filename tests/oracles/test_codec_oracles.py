@@ -283,7 +283,7 @@ def test_a_whole_vector_of_integers_is_that_of_torchs_fake_quantisation():
     x = gauss(5000)
     scale = x.abs().max() / 127
     theirs = torch.fake_quantize_per_tensor_affine(x, float(scale), 0, -127, 127)
-    codec = codecs.get("int8")
+    codec = codecs.get("int8/tensor")
     assert torch.equal(codec.decode(codec.encode(x), 5000), theirs)
 
 
