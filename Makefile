@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet
 
-.PHONY: demo test test-rest check bench docs clean
+.PHONY: demo test test-rest check bench docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make check  lint, format, types, layers"
 	@echo "make bench  speed of formats, codecs, collectives and training beside others (45 minutes; links need root)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"
+	@echo "make site   the documents as pages, in site/"
 
 .venv/.made:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed: install Python 3.11 or newer"; exit 1; }
@@ -70,8 +71,17 @@ bench: .venv/.peers
 	$(BIN)/thinwire demo --fresh --save benchmarks/results
 	@$(MAKE) --no-print-directory docs
 
+.venv/.docs: .venv/.demo
+	@echo "installing what makes the site into .venv"
+	@$(PIP) install --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+site: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 docs: .venv/.dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png codecs.png demo.html thinwire.sqlite
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png codecs.png demo.html thinwire.sqlite

@@ -160,3 +160,13 @@ def test_every_python_block_of_the_documents_runs_when_it_is_pasted():
     assert len(found) == fenced > 15
     assert {each["block"]: each["wrong"] for each in found if each.get("wrong")} == {}
     assert {each["block"].partition(":")[0] for each in found if "why" in each} == {"data.md", "lab.md"}
+
+
+def test_the_version_is_the_same_everywhere():
+    import thinwire
+
+    assert f"\nversion: {thinwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_readme_is_one_screen():
+    assert README.count("\n") <= 120

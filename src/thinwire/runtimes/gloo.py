@@ -110,13 +110,16 @@ class Gloo:
         """Wait until the neighbours make the same sum: gloo matches sums by nothing but their order.
 
         Ranks that make known sums in different orders time out here, and neither add what does not belong
-        together nor, where sizes differ, take the process down.
+        together nor, where sizes differ, take the process down. As in a sum, a neighbour that is late may be
+        waiting for another rank itself, and is not blamed.
         """
         rank, world = self.group.rank(), self.group.size()
         came, goes = torch.empty(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         messages = Messages()
         self._start(self.group.recv, [((rank - 1) % world, came)], "came from", tag, messages)
         self._start(self.group.send, [((rank + 1) % world, goes)], "was taken by", tag, messages)
+        other = only_other(self.ranks, rank)
+        messages.works = [(work, other, way) for work, _, way in messages.works]
         messages.wait()
 
     def _add(self, request: AllReduce, tag: int) -> Messages:
