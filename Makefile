@@ -71,17 +71,20 @@ bench: .venv/.peers
 	$(BIN)/thinwire demo --fresh --save benchmarks/results
 	@$(MAKE) --no-print-directory docs
 
-.venv/.docs: .venv/.demo
-	@echo "installing what makes the site into .venv"
-	@$(PIP) install --constraint constraints.txt --editable '.[docs]'
+# Pages are made from sources, so that this needs neither torch nor thinwire, and stays apart from both.
+.venv-site/.made: .venv/.made constraints.txt
+	@echo "installing what makes the site into .venv-site"
+	@$(PYTHON) -m venv .venv-site
+	@.venv-site/bin/pip --disable-pip-version-check --quiet --quiet install --constraint constraints.txt \
+	  mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
-site: .venv/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+site: .venv-site/.made
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 docs: .venv/.dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png codecs.png demo.html thinwire.sqlite
+	rm -rf .venv .venv-site site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache formats.png codecs.png demo.html thinwire.sqlite
