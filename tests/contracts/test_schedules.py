@@ -1210,6 +1210,12 @@ def test_names_of_a_bucket_must_differ():
             local.all_reduce([[gauss(3), gauss(4)]] * 2, "int8/256", name=names)
 
 
+@pytest.mark.parametrize("spec", ["int8/256", "qsgd4/512"])
+def test_what_is_no_stream_is_refused_even_where_nothing_is_random(spec):
+    with pytest.raises(CodecError, match=r"rng must be a thinwire\.Stream, not int"):
+        local.all_reduce(ranks_of(2, 100), spec, rng=7)
+
+
 def test_another_size_under_the_same_name_is_refused():
     kept = channels(CODECS["onebit/64+ef"], 2)
     reduced(ranks_of(2, 100), kept)

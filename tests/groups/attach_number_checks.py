@@ -196,6 +196,8 @@ def counts(rank, world):
     assert set(found) == STATS
     assert all(set(each) == LAYER for each in found["layers"].values())
     assert [found[key] for key in ("step", "steps", "world", "level", "auto")] == [11, 11, world, None, None]
+    owing = sum(each["numel"] for each in found["layers"].values() if each["codec"] != "fp32")
+    assert 4 * owing <= found["residuals_nbytes"] < 8 * owing  # float32; what owners of shards owe is less
     sent = bytes_sent(found, rank, world)
     seconds_and_errors(found, elapsed)
     said = io.StringIO()

@@ -22,6 +22,11 @@ SHAPES = [(120, 100), (50,), (30, 20), (101, 130)]
 def plain_hook(rank, world):
     """`hooks.get` does what attach does; without the network tensors are numbered, and runs resume."""
     del world
+    unused, _ = hooks.get("auto", error_budget=0.5)
+    assert unused.pilot.choice.budget == 0.5
+    assert unused.stats()["uncompressed"] == {
+        "tensors": 0, "share_of_tensors": 0.0, "share_of_bytes": 0.0, "why": {},
+    }  # fmt: skip
     ours, other, unknown = model(), model(), model()
     thinwire.attach(ours, "int8/256")
     other.register_comm_hook(*hooks.get("int8/256", model=other.module))

@@ -12,6 +12,7 @@ import zlib
 
 import torch
 
+import thinwire
 from thinwire import codecs
 from thinwire.channel import Channel
 from thinwire.codecs import CODECS
@@ -46,7 +47,7 @@ def checks(world):
     for spec in ("native", "two_shot", "ring", "hierarchical"):
         codec = "fp16" if spec == "native" else "int8/256"
         found[f"{spec} {codec} pieces"] = functools.partial(bits, spec, codec, shape=(PIECES,))
-    for each in (bucket, mean, moved, letters, strangers, disagreement, failure, freed, refusals):
+    for each in (bucket, mean, as_group, moved, letters, strangers, disagreement, failure, freed, refusals):
         found[each.__name__] = each
     return found
 
@@ -109,6 +110,15 @@ def mean(comm):
     mpi.all_reduce(x, "e5m2/128", op="avg", comm=comm)
     local.all_reduce(expected, "e5m2/128", op="avg")
     same(x.contiguous(), expected[comm.rank].contiguous(), comm)
+
+
+def as_group(comm):
+    """Where others give a process group, a communicator will do."""
+    expected = made(comm.size, "as group")
+    x = expected[comm.rank].clone()
+    thinwire.all_reduce(x, "int8/256", group=comm, rng=Stream(3))
+    local.all_reduce(expected, "int8/256", rng=Stream(3))
+    same(x, expected[comm.rank], comm)
 
 
 def moved(comm):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from thinwire import cli, data
@@ -47,6 +48,11 @@ for trial in trials:
         why = "ValueError: two lines" if rank else "CommError: rank 1 is gone"
         print(f"FAILED {trial.codec}, seed {trial.seed}: {why}")
         sys.exit(1)
+    if trial.codec == "lonely":
+        meet()
+        if rank:
+            sys.exit("ValueError: only here")
+        time.sleep(60)  # until it is ended
     if trial.codec == "silent":
         sys.exit(0)
     if rank == 0:
@@ -176,6 +182,21 @@ def test_a_device_has_keys_and_labs_of_its_own(store, monkeypatch):
     assert opened == ["cpu", "cuda"]
 
 
+def test_links_have_labs_of_their_own(store, monkeypatch):
+    opened = []
+    made = run.__globals__["Lab"]
+
+    def lab(link, **options):
+        opened.append(link)
+        return made(link="loopback", **options)
+
+    monkeypatch.setitem(run.__globals__, "Lab", lab)
+    said, trials = [], [replace(TRIAL, link=link) for link in ("1gbit", "100mbit")]
+    records = run(trials, store, lambda each: said.append((opened[-1], each.trial.link)), worker=TALK)
+    assert [record.trial for record in records] == trials
+    assert set(said) == {("1gbit", "1gbit"), ("100mbit", "100mbit")}
+
+
 def test_networks_say_what_they_are_for():
     text, picture = (64,), (1, 8, 8)
     for name in networks.NETWORKS:
@@ -183,6 +204,15 @@ def test_networks_say_what_they_are_for():
             networks.get(name, picture if name in networks.TEXTS else text, 10)
     count = sum(each.numel() for each in networks.get("gpt", text, 256).parameters())
     assert 29e6 < count < 31e6
+
+
+def test_convolutions_before_a_norm_have_no_bias():
+    for name in ("resnet8", "resnet18"):
+        found = [
+            each for each in networks.get(name, (3, 32, 32), 10).modules() if isinstance(each, nn.Conv2d)
+        ]
+        assert len(found) > 8
+        assert all(each.bias is None for each in found)
 
 
 def test_a_network_for_texts_does_not_look_ahead():
@@ -238,6 +268,7 @@ def test_places_have_labs_of_their_own(store):
     [
         ("bad", "2 hosts on loopback: rank 1 failed: bad, seed 0: ValueError: two lines"),
         ("killed", "rank 1 failed: signal 9 ended it"),
+        ("lonely", "rank 1 failed: ValueError: only here"),
         ("silent", "gave no record of 1 trials"),
     ],
 )
@@ -308,6 +339,9 @@ def test_the_demo_makes_a_page_and_resumes(tmp_path, monkeypatch):
     assert "2 of 2 runs are kept" in again.output
     assert (tmp_path / "demo.html").stat().st_size > 10_000
     assert json.loads(again.stdout)["settings"][0]["link"] == "loopback"
+    anew = CliRunner().invoke(cli.app, [*arguments, "--fresh"])
+    assert anew.exit_code == 0, anew.output
+    assert "2 of 2: int8" in anew.output
 
 
 @pytest.mark.rest

@@ -12,6 +12,7 @@ from thinwire.bench import codec_peers
 from thinwire.bench import codecs as bench
 from thinwire.bench import formats as bench_formats
 from thinwire.errors import InputError, UnknownCodecError
+from thinwire.rounding import Stream
 
 NUMEL = 1 << 14
 SPECS = ["int4/128", "tree8/4096", "qsgd4/512", "onebit/64+ef", "topk/0.01+ef", "int8/tensor~shared", "bf16"]
@@ -143,6 +144,17 @@ def test_block_int8_in_plain_torch_is_near_the_codec():
     assert torch.allclose(made["decode"].flatten(), decoded, atol=0.04)
     assert torch.allclose(made["decode_add"], made["decode"] / 2)
     assert all(torch.equal(*pair) for pair in zip(made["encode"], made["encode with feedback"], strict=True))
+
+
+def test_what_the_reference_is_timed_at_is_what_its_name_says():
+    x = torch.randn(NUMEL)
+    for spec, operation, prepare in codec_peers.reference_blocks(x):
+        codec, found = codecs.get(spec), prepare(x)()
+        if operation == "decode":
+            rng = Stream(seed=1) if codec.needs_rng else None
+            assert torch.equal(found.flatten(), codec.decode(codec.encode(x, rng), NUMEL))
+        else:
+            assert found is None  # it writes into a wire
 
 
 def test_peers_name_codecs_that_exist():

@@ -2,8 +2,10 @@
 
 import json
 import math
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from typer.testing import CliRunner
 
 import thinwire
 from thinwire import __version__, cli
+from thinwire.bench import machine
+from thinwire.cli import codecs as cli_codecs
 from thinwire.cli.output import print_json
+from thinwire.codecs import accuracy, picture
 from thinwire.formats import FORMATS
 
 
@@ -98,6 +103,12 @@ def test_doctor_says_which_kernels_are_active():
     assert "cuda" in run("doctor")
 
 
+def test_a_processor_without_a_name_is_called_by_its_kind(monkeypatch):
+    """As on ARM."""
+    monkeypatch.setattr(Path, "read_text", lambda _: "processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert machine.processor() == platform.machine()
+
+
 def test_bench_measures_and_saves(tmp_path):
     options = ("--numel", "4096", "--format", "int8", "--format", "nf4", "--save", str(tmp_path))
     run("bench", "formats", *options)
@@ -112,6 +123,17 @@ def test_tour_ends_with_a_picture(tmp_path):
     output = run("formats", "tour", "--plot", str(tmp_path / "tour.png"))
     assert "lognormal" in output
     assert (tmp_path / "tour.png").stat().st_size > 20_000
+
+
+def test_the_tour_of_codecs_shows_that_feedback_pays_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy, "error_table", lambda *_, **__: [])
+    monkeypatch.setattr(cli_codecs, "_print_errors", lambda *_: None)
+    monkeypatch.setattr(picture, "plot", lambda *_: None)
+    output = run("codecs", "tour", "--plot", str(tmp_path / "tour.png"))
+    found = [float(line.split()[-2]) for line in output.splitlines() if "off by" in line]
+    assert 50 < found[0] < 70  # one bit of each number
+    assert found[1] < found[0] / 2
+    assert found[2] < found[1] / 2
 
 
 @pytest.mark.parametrize(

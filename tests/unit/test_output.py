@@ -104,7 +104,7 @@ def test_what_the_system_refuses_later_is_said_in_words_too(tmp_path, monkeypatc
         machine.save({}, Path("/proc/x"), "y")
 
 
-@pytest.mark.parametrize("study", ["../escape", "/tmp/escape", "a/../../escape", "\x1b[2J"])
+@pytest.mark.parametrize("study", ["../escape", "/tmp/escape", "a/../../escape", "\x1b[2J", "../.."])
 def test_a_study_name_does_not_leave_the_folder(tmp_path, monkeypatch, study):
     inside = tmp_path / "inside"
     inside.mkdir()

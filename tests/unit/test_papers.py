@@ -163,6 +163,9 @@ def test_the_command_lists_runs_and_repeats(tmp_path, monkeypatch):
     assert [row["arm"] for row in found["tables"][0]["rows"]] == ["fp32"]
     assert found["claims"][0]["verdict"] == "not run"
     assert found["device"] == "cpu"
+    assert found["commit"]  # of this checkout, unless another is given
+    named = runner.invoke(app, ["simulate", "mogami", *how, "--commit", "abc"])
+    assert json.loads(named.stdout)["commit"] == "abc"
 
     def refuse(*_):
         raise InputError("the disk is full")

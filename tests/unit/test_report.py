@@ -1,6 +1,7 @@
 """Records to page data, headline, figures, table and HTML; all records here are made up."""
 
 import builtins
+import html
 import itertools
 import json
 import re
@@ -278,6 +279,14 @@ def test_settings_are_told_apart_and_real_links_come_first():
     assert 'id="loss-time-2"' in page
 
 
+def test_the_table_of_a_page_has_a_heading_over_every_cell():
+    page = report.render(report.summarize(records()))
+    head, body = re.search(r'class="summary">\n<thead>(.*?)</thead>(.*?)</table>', page, re.DOTALL).groups()
+    assert tuple(map(html.unescape, re.findall(r"<th[^>]*>(.*?)</th>", head))) == report.HEADER
+    for row in re.findall(r"<tr.*?</tr>", body, re.DOTALL):
+        assert len(re.findall("<t[hd]", row)) == len(report.HEADER)
+
+
 def test_replicas_that_differ_are_not_hidden():
     summary = report.summarize([record("fp32"), unequal(record("int8"))])
     assert report.rows(summary)[1][-2] == "NO"
@@ -449,6 +458,19 @@ def test_the_verb_writes_the_page_and_prints_its_table(stored):
     for row in report.rows(report.summarize(records())):
         assert all(cell in done.stdout for cell in row)
     assert report.summarize(records())["headline"] in done.stdout
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_verb_prints_every_setting_with_its_own_numbers():
+    both = records() + records(link="1gbit")
+    with Store() as store:
+        for each in both:
+            store.put(each)
+    done = invoke()
+    summary = report.summarize(both)
+    first, second = done.stdout.split(report.title(summary["settings"][1]))
+    for number, said in enumerate((first, second)):
+        assert all(cell in said for row in report.rows(summary, number) for cell in row)
 
 
 def test_the_verb_prints_json(stored):

@@ -55,6 +55,13 @@ def test_differences_are_taken_over_equal_seeds_only():
     assert differences({}, {}) is None
 
 
+def test_differences_are_as_sure_as_asked():
+    values, base = {0: 1.0, 1: 2.0, 2: 4.0}, {0: 0.5, 1: 0.7, 2: 0.1}
+    found = differences(values, base, confidence=0.5)
+    assert found == estimate([values[seed] - base[seed] for seed in values], confidence=0.5)
+    assert found.margin < differences(values, base).margin
+
+
 def test_pairing_takes_out_what_the_seed_does():
     base = {seed: 0.9 + 0.05 * math.sin(seed) for seed in range(5)}
     better = {seed: value + 0.001 * (1 + seed % 2) for seed, value in base.items()}

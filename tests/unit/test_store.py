@@ -1,6 +1,7 @@
 """The store: records come back as they went in, and a file that is none is named."""
 
 import hashlib
+import json
 import os
 import runpy
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import ThinwireError
-from thinwire.study import Point
+from thinwire.study import Point, Record
 from thinwire.study.store import APPLICATION, DEFAULT_PATH, Store
 
 MADE_UP = Path(__file__).parents[1] / "report" / "made_up.py"
@@ -189,6 +190,13 @@ def test_a_record_of_another_schema_is_named(path):
         pytest.raises(ThinwireError, match=rf"record {trial().key} in .* cannot be read"),
     ):
         store.records()
+
+
+def test_a_record_from_before_there_were_environments_is_read():
+    old = json.loads(record().to_json())
+    for name in ("environment", "command", "choice", "predicted_step_s"):
+        del old[name]
+    assert Record.from_json(json.dumps(old)) == replace(record(), environment={}, command="")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
