@@ -1,4 +1,4 @@
-# Every target sets itself up: make demo | test | check | bench | docs | clean
+# Every target sets itself up; `make` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet

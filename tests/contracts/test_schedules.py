@@ -1134,6 +1134,11 @@ def test_feedback_without_a_channel_is_refused(spec):
         local.all_reduce(ranks_of(2, 10), spec)
 
 
+def test_parts_of_a_view_that_is_not_contiguous_are_refused_in_words():
+    with pytest.raises(InputError, match="input is not contiguous, so that it has no even parts"):
+        arguments.parts(torch.zeros(4, 3).t(), 2, "input")
+
+
 @pytest.mark.parametrize("op", ["max", None, 3, torch.distributed.ReduceOp.MAX, "mean"])
 def test_other_reductions_than_sum_and_mean_are_refused(op):
     with pytest.raises(InputError, match="op must be 'sum' or 'avg'"):

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -172,6 +173,19 @@ def test_processes_that_a_script_starts_are_out_of_reach(worker, monkeypatch):
     torch.multiprocessing.start_processes(print, nprocs=3, start_method="fork")
     assert "thinwire launch --nproc-per-node 3" in said[1]
     assert models.summary() == f"thinwire: nothing was attached: {launched.SPAWNED}"
+
+
+def test_processes_of_multiprocessing_do_not_see_the_launchers_store(monkeypatch):
+    """They would wait for it for ever; the script's own process keeps it."""
+    seen = []
+    monkeypatch.setattr(
+        launched.BaseProcess, "start", lambda _: seen.append(launched.AGENT_STORE in os.environ)
+    )
+    monkeypatch.setenv(launched.AGENT_STORE, "True")
+    launched._hide_store_from_children()
+    multiprocessing.Process(target=print).start()
+    assert seen == [False]
+    assert os.environ[launched.AGENT_STORE] == "True"
 
 
 def test_models_of_one_script_round_with_random_numbers_of_their_own(worker, monkeypatch):

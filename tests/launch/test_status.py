@@ -45,6 +45,8 @@ def test_without_jobs_it_says_how_to_start_one():
         status.find()
     with pytest.raises(LaunchError, match="'x' is no job and no status file; no job runs"):
         status.find("x")
+    with pytest.raises(LaunchError, match="is no job and no status file"):
+        status.find("x" * 300)  # longer than a file's name can be
 
 
 def test_jobs_are_found_by_name_by_path_and_by_being_newest(tmp_path):

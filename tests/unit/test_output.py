@@ -351,8 +351,8 @@ def test_summaries_and_policies_break_no_number_on_a_narrow_terminal(monkeypatch
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
     for word in ("encoder.self_attn.in_proj_weight", "w[/b]", "int4/128", "12,345,678", "9,876,543",
-                 "topk/0.01~int8/256+ef", "0.012", "encoder.layers.24.self_attn.in_proj_weight"):  # fmt: skip
-        assert word in text or word.startswith("encoder.layers.24"), word
+                 "topk/0.01~int8/256+ef", "0.012", "encoder.layers.19.self_attn.in_proj_weight"):  # fmt: skip
+        assert word in text, word
     assert "and 5 smaller ones" in text
 
 
