@@ -48,11 +48,11 @@ demo: .venv/.demo
 SEVERAL := tests/groups tests/launch tests/lab
 
 test: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not rest" -n 2 --dist worksteal $(SEVERAL:%=--ignore %)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not rest" -n 2 $(SEVERAL:%=--ignore %)
 	$(BIN)/python -m pytest -m "not rest" $(SEVERAL)
 
 test-rest: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest -n 2 --dist worksteal $(SEVERAL:%=--ignore %)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest -n 2 $(SEVERAL:%=--ignore %)
 	$(BIN)/python -m pytest -m rest $(SEVERAL)
 
 check: .venv/.dev

@@ -17,16 +17,17 @@ from thinwire import codecs, zoo
 from thinwire.bench import codecs as codec_bench
 from thinwire.bench import collectives as collective_bench
 from thinwire.bench import formats as format_bench
+from thinwire.bench import simulate as bench_simulate
 from thinwire.bench import training as training_bench
 from thinwire.cli.codecs import STUDY_NETS
 from thinwire.codecs import CODECS, footprint
 from thinwire.codecs import describe as codec_facts
 from thinwire.formats import FORMATS
 from thinwire.formats.describe import describe
-from thinwire.report import papers as report
+from thinwire.report import reproductions as report
 from thinwire.schedules import SCHEDULES
-from thinwire.study import bench_simulate, convergence, papers
-from thinwire.study.papers import judge
+from thinwire.study import convergence, reproduce
+from thinwire.study.reproduce import judge
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -134,8 +135,6 @@ def schedule_list() -> str:
         "ring": ("2 (N - 1) / N b", "sums travel around, encoded again at every hop"),
         "tree": ("up to log2(N) b", "sums climb a binomial tree, encoded at every step"),
         "hierarchical/2": ("fp32 inside, b between", "nodes add up inside, encode between"),
-        "sparse": ("(N - 1) b", "gather a few elements from everyone"),
-        "sparse_levels/2": ("fp32 inside, b between", "dense inside nodes, sparse between"),
         "low_rank/2": ("r (rows + columns) numbers", "PowerSGD: two thin matrices"),
         "accumulate/sequential": (
             "(N - 1) b",
@@ -222,15 +221,15 @@ def training_summary() -> str:
 
 def reproduction(name: str) -> str:
     """The claims and the tables of a paper, where its full length has been run."""
-    paper = papers.get(name)
+    paper = reproduce.get(name)
     parts = [f"**{paper.question}** {paper.source}."]
-    path = RESULTS / f"simulate-{name}.json"
+    path = RESULTS / f"reproduce-{name}.json"
     if not path.exists():
-        return "\n\n".join((*parts, f"Not run at full length yet; `thinwire simulate {name}` does."))
+        return "\n\n".join((*parts, f"Not run at full length yet; `thinwire reproduce {name}` does."))
     record = json.loads(path.read_text())
     parts.append(f"`{report.command(record)}`")
     done = {part["title"] for part in record["tables"]}
-    missing = [each.title for each in paper.sized(papers.FULL) if each.title not in done]
+    missing = [each.title for each in paper.sized(reproduce.FULL) if each.title not in done]
     if missing:
         parts.append(f"Not run yet: {'; '.join(missing)}.")
     for part in record["tables"]:
@@ -247,7 +246,7 @@ def reproduction(name: str) -> str:
 
 def reproduction_count() -> str:
     """How many claims of papers came out how."""
-    records = [json.loads((RESULTS / f"simulate-{name}.json").read_text()) for name in papers.PAPERS]
+    records = [json.loads((RESULTS / f"reproduce-{name}.json").read_text()) for name in reproduce.PAPERS]
     said = Counter(
         each["verdict"] for record in records for each in record["claims"] if each["by"] == "paper"
     )
@@ -293,7 +292,7 @@ PARTS = {
     "bytes": byte_table,
     "codec-speed-cpu": lambda: speed_tables("codecs", "cpu"),
     "codec-speed-cuda": lambda: speed_tables("codecs", "cuda"),
-    **{f"reproduction-{name}": partial(reproduction, name) for name in papers.PAPERS},
+    **{f"reproduction-{name}": partial(reproduction, name) for name in reproduce.PAPERS},
     "reproduction-count": reproduction_count,
 }
 

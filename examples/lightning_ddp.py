@@ -33,7 +33,7 @@ class Thinwire(lightning.Callback):
         bits = b"".join(each.detach().cpu().numpy().tobytes() for each in pl_module.parameters())
         print(f"rank {trainer.global_rank} weights {hashlib.sha256(bits).hexdigest()[:16]}", flush=True)
         if trainer.is_global_zero:
-            print(f"ratio {self.wire.stats()['ratio']:.2f}", flush=True)
+            print(f"ratio {self.handle.stats()['ratio']:.2f}", flush=True)
 
 
 class Digits(lightning.LightningModule):

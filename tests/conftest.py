@@ -37,7 +37,7 @@ def pytest_configure():
     os.environ.pop("COLUMNS", None)  # pytest tells its workers how wide the terminal is
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
-    changed = max(path.stat().st_mtime for path in KERNELS.glob("*loops.py"))
+    changed = max(path.stat().st_mtime for path in KERNELS.glob("*numba.py"))
     for path in KERNELS.glob("__pycache__/*.nb[ic]"):
         if path.stat().st_mtime < changed:
             path.unlink(missing_ok=True)

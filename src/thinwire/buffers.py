@@ -1,4 +1,4 @@
-"""Where results go: the caller's `out`, or a stand-in where kernels cannot write to it."""
+"""Output tensors: the caller's `out`, or a temporary where kernels cannot write to it."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from thinwire.errors import InputError
 
 
 def target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`out` if it is as it must be, or a new tensor."""
+    """Return `out` after checking it, or a new tensor if it is None."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(out, Tensor):
@@ -23,7 +23,7 @@ def target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, devic
 
 
 def writable(result: Tensor, *inputs: object, align: int = 1) -> Tensor:
-    """The target itself, or a stand-in if it is strided, badly aligned or may share memory with an input."""
+    """Return `result`, or a temporary if it is strided, misaligned or may share memory with an input."""
     shared = any(isinstance(each, Tensor) and overlap(result, each) for each in inputs)
     if result.is_contiguous() and not shared and result.data_ptr() % align == 0:
         return result.detach()
@@ -31,7 +31,7 @@ def writable(result: Tensor, *inputs: object, align: int = 1) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory that two tensors span meets, even where it comes from different owners."""
+    """Whether the memory ranges of two tensors overlap, even if their storages differ."""
     if one.device != other.device or not one.numel() or not other.numel():
         return False
     begin, end = _span(one)
@@ -47,9 +47,9 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def deliver(result: Tensor, wanted: Tensor) -> Tensor:
-    """What a kernel wrote, in the tensor that was asked for."""
+    """Return `wanted` with what a kernel wrote into `result`."""
     if result.data_ptr() != wanted.data_ptr():
         wanted.detach().copy_(result.view(wanted.shape))
     else:
-        torch.autograd.graph.increment_version(wanted)  # kernels write past autograd; it must know
+        torch.autograd.graph.increment_version(wanted)  # autograd does not see what kernels write
     return wanted

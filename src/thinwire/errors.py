@@ -1,22 +1,22 @@
 """The errors thinwire raises on purpose.
 
     ThinwireError
-    ├── FormatError             (ValueError)   a format that cannot exist, or cannot do what was asked
-    │   └── UnknownFormatError                 a name that no format has; near names are listed
-    ├── CodecError              (ValueError)   a codec that cannot exist, or cannot do what was asked
-    │   └── UnknownCodecError                  a spec that does not parse; says where and what would
-    ├── WireError               (ValueError)   bytes that are no wire of this codec and length
-    ├── ScheduleError           (ValueError)   a schedule that is unknown, or cannot serve a codec or a world
-    ├── PolicyError             (ValueError)   a policy that cannot be read, or that leaves a tensor out
-    ├── CommError               (RuntimeError) an exchange between ranks failed; says with whom and in what
-    │   └── Disagreement                       ranks called different things; says who called what
+    ├── FormatError             (ValueError)   a format cannot exist, or does not support the operation
+    │   └── UnknownFormatError                 no format has this name; lists near names
+    ├── CodecError              (ValueError)   a codec cannot exist, or does not support the operation
+    │   └── UnknownCodecError                  a spec does not parse; says where, and what would parse
+    ├── WireError               (ValueError)   the bytes are no wire of this codec and length
+    ├── ScheduleError           (ValueError)   a schedule is unknown, or cannot serve a codec or a world size
+    ├── PolicyError             (ValueError)   a policy cannot be read, or no rule of it matches a tensor
+    ├── CommError               (RuntimeError) communication between ranks failed; names the peer and the call
+    │   └── Disagreement                       ranks made different calls; says what each rank called
     ├── LabError                (RuntimeError) emulated hosts cannot be made here; says what still works
-    ├── LaunchError             (ValueError)   a command that cannot be launched, or a job that is not there
+    ├── LaunchError             (ValueError)   a command cannot be launched, or a job does not exist
     ├── DataError               (RuntimeError) a data set is unknown, absent, damaged or cannot be fetched
-    ├── InputError              (TypeError)    a tensor of the wrong dtype, device or shape
+    ├── InputError              (TypeError)    a tensor has the wrong dtype, device or shape
     └── MissingDependencyError  (ImportError)  an optional package is absent; says which extra to install
 
-Every message says what is wrong and what would work; `unknown` words it for names.
+Every message says what is wrong and what would work. `unknown` writes the message for an unknown name.
 """
 
 import difflib
@@ -24,9 +24,9 @@ from collections.abc import Iterable
 
 
 def unknown(kind: str, name: object, known: Iterable[str], listing: str = "", rest: str = "") -> str:
-    """What to say of a name that nothing has: the nearest there is, then where all of them are listed.
+    """Return the message for an unknown name: the nearest valid name, then where all names are listed.
 
-    rest: what was given behind the name.
+    `rest` is the text that followed the name.
 
     >>> unknown("codec", "itn8", ["int8", "fp16"], "`thinwire codecs` lists all")
     "unknown codec 'itn8'; did you mean 'int8'? (`thinwire codecs` lists all)"
@@ -36,16 +36,16 @@ def unknown(kind: str, name: object, known: Iterable[str], listing: str = "", re
     names = list(known)
     listing = listing or f"there are: {', '.join(names)}"
     near = names if len(names) == 1 else difflib.get_close_matches(str(name).lower(), names, n=1)
-    said = f"did you mean '{near[0]}{rest}'? ({listing})" if near else listing
-    return f"unknown {kind} '{name}{rest}'; {said}"
+    hint = f"did you mean '{near[0]}{rest}'? ({listing})" if near else listing
+    return f"unknown {kind} '{name}{rest}'; {hint}"
 
 
 class ThinwireError(Exception):
-    """Base of everything thinwire raises on purpose."""
+    """Base class of all errors that thinwire raises on purpose."""
 
 
 class FormatError(ThinwireError, ValueError):
-    """The parameters describe no format, or the format cannot do what was asked."""
+    """The parameters describe no format, or the format does not support the operation."""
 
 
 class UnknownFormatError(FormatError):
@@ -53,7 +53,7 @@ class UnknownFormatError(FormatError):
 
 
 class CodecError(ThinwireError, ValueError):
-    """The parameters describe no codec, or the codec cannot do what was asked."""
+    """The parameters describe no codec, or the codec does not support the operation."""
 
 
 class UnknownCodecError(CodecError):
@@ -69,13 +69,13 @@ class ScheduleError(ThinwireError, ValueError):
 
 
 class PolicyError(ThinwireError, ValueError):
-    """A policy cannot be read, or no rule of it takes a tensor."""
+    """A policy cannot be read, or no rule of it matches a tensor."""
 
 
 class CommError(ThinwireError, RuntimeError):
-    """An exchange between ranks failed: one is gone, too late, or called something else.
+    """Communication between ranks failed: a rank is gone, is too late, or made another call.
 
-    `peer` is the rank that an exchange was with, where one is known; `gone` whether it closed the connection.
+    `peer` is the other rank, where it is known. `gone` says whether that rank closed the connection.
     """
 
     def __init__(self, *said: object, peer: int | None = None, gone: bool = False) -> None:
@@ -84,24 +84,24 @@ class CommError(ThinwireError, RuntimeError):
 
 
 class Disagreement(CommError):  # noqa: N818
-    """Ranks called different things. All of them know it, and can go on."""
+    """Ranks made different calls. All of them raise this error, and the group stays usable."""
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether thinwire refused what it was given, rather than failed to send it."""
+    """Whether thinwire refused its arguments; False if it failed while it communicated."""
     return isinstance(error, ThinwireError) and not isinstance(error, CommError)
 
 
 class LabError(ThinwireError, RuntimeError):
-    """Emulated hosts cannot be made, or what ran on them failed."""
+    """Emulated hosts cannot be made, or a program on them failed."""
 
 
 class LaunchError(ThinwireError, ValueError):
-    """What should be launched or watched is not there, or an option is wrong."""
+    """A program or job to launch or watch does not exist, or an option is wrong."""
 
 
 class DataError(ThinwireError, RuntimeError):
-    """A data set is unknown, not here, damaged, or no source of it works."""
+    """A data set is unknown, absent or damaged, or no source of it works."""
 
 
 class InputError(ThinwireError, TypeError):
@@ -109,4 +109,4 @@ class InputError(ThinwireError, TypeError):
 
 
 class MissingDependencyError(ThinwireError, ImportError):
-    """An optional package is needed for this and is not installed."""
+    """This needs an optional package that is not installed."""

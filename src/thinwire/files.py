@@ -1,7 +1,7 @@
-"""Files: those to be written are checked before the work begins; what was read has the types it should have.
+"""Checks of files: whether a path can be written, and whether values that were read have the right types.
 
-`check_file` and its kin refuse a path before anything is computed for it, `writing` explains what the system
-refuses all the same, and `check_fields` compares what a JSON or TOML file holds with a dataclass.
+`check_file`, `check_folder` and `check_picture` refuse a path before anything is computed for it. `writing`
+explains errors of the system. `check_fields` compares the values of a JSON or TOML file with a dataclass.
 """
 
 import os
@@ -19,7 +19,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_file(path: Path) -> Path:
-    """The path, if a file can be written there; folders that are not there yet can be made."""
+    """Return the path if a file can be written there; its folders need not exist yet."""
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder; name a file")
     _check(path, path.absolute().parent)
@@ -27,13 +27,13 @@ def check_file(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> Path:
-    """The path, if files can be written into this folder; it need not be there yet."""
+    """Return the path if files can be written into this folder; it need not exist yet."""
     _check(path, path.absolute())
     return path
 
 
 def check_picture(path: Path) -> Path:
-    """The path, if a picture can be drawn there."""
+    """Return the path if a picture can be written there."""
     if path.suffix.lower() not in PICTURES:
         raise InputError(f"cannot draw into '{path}'; use a name that ends in .png, .svg or .pdf")
     return check_file(path)
@@ -41,7 +41,7 @@ def check_picture(path: Path) -> Path:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make the folder of a file that is written inside; errors of the system say what would work."""
+    """Make the folder of a file written inside the `with`; turn OS errors into errors that say what works."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -50,7 +50,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def safe_name(text: str) -> str:
-    """A file name, from a name that may hold anything: no folders, no control characters.
+    """Return a file name made from any text: no folders, no control characters.
 
     >>> safe_name("simulate/aps"), safe_name("../../escape")
     ('simulate-aps', 'escape')
@@ -59,11 +59,11 @@ def safe_name(text: str) -> str:
 
 
 def _check(path: Path, folder: Path) -> None:
-    there = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
-    if not there.is_dir():
-        raise _refusal(path, f"{there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _refusal(path, f"the folder {there} cannot be written to")
+    existing = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
+    if not existing.is_dir():
+        raise _refusal(path, f"{existing} is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _refusal(path, f"the folder {existing} cannot be written to")
 
 
 def _refusal(path: Path, why: str) -> InputError:
@@ -71,20 +71,20 @@ def _refusal(path: Path, why: str) -> InputError:
 
 
 def check_fields(kind: type, data: Any, hints: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a file holds, if it has the values of a dataclass in the types of its fields; else a ValueError.
+    """Return a file's values if they match the fields of a dataclass and their types; else a ValueError.
 
-    Fields with a default may be absent; further values are left alone. `hints` are types of fields that
-    may hold more than a file can.
+    Fields with a default may be absent; values without a field are ignored. `hints` replaces the types of
+    fields that can hold values a file cannot.
     """
     if not isinstance(data, Mapping):
-        raise ValueError(f"{data!r:.40} is no {kind.__name__.lower()}: it must be names with values")
+        raise ValueError(f"{data!r:.40} is no {kind.__name__.lower()}: expected a table of names and values")
     needed = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
     if missing := [name for name in needed if name not in data]:
-        raise ValueError(f"{kind.__name__.lower()} needs a {missing[0]}")
+        raise ValueError(f"{kind.__name__.lower()} needs a value for '{missing[0]}'")
     for name, hint in (get_type_hints(kind) | dict(hints or {})).items():
         if name in data and not _fits(data[name], hint):
-            said = getattr(hint, "__name__", str(hint)) if not get_args(hint) else str(hint)
-            raise ValueError(f"{name} is {data[name]!r:.40}; it must be of type {said}")
+            type_name = getattr(hint, "__name__", str(hint)) if not get_args(hint) else str(hint)
+            raise ValueError(f"{name} is {data[name]!r:.40}; it must be of type {type_name}")
     return dict(data)
 
 

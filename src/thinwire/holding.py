@@ -12,17 +12,17 @@ from thinwire.channel import Channel
 from thinwire.codecs import Codec
 from thinwire.kernels.params import Segments
 
-#: While a runtime records a call: the holdings that it opened.
+#: The holdings opened while a runtime records a call; None while it records none.
 OPENED: "list[Holding] | None" = None
 
 
 class MovedError(Exception):
-    """What is recorded would not be what is done in every step."""
+    """Memory has moved since the last call, so a recording would not repeat what each step does."""
 
 
 @contextlib.contextmanager
 def opened() -> "Iterator[list[Holding]]":
-    """The holdings that are opened meanwhile; one that has to gather its residuals first is `MovedError`."""
+    """List the holdings opened inside; one that must gather its residuals first raises `MovedError`."""
     global OPENED
     OPENED = []
     try:
@@ -35,13 +35,14 @@ def opened() -> "Iterator[list[Holding]]":
 class Holding:
     """The residuals of several slots of a channel, one after another in one flat tensor.
 
-    Of codecs that keep them in float32 it is used as it is; others decode it before and encode it after use.
+    Where residuals are kept in float32 the tensor is used directly; else it is decoded before use and encoded
+    after.
     """
 
     slots: tuple[tuple[str, tuple[int, ...]], ...]  #: names and shapes
-    as_is: bool = False  #: in float32, whatever the channel's residuals are kept in
-    flat: Tensor | None = None  #: float32, or wires of the store's codec
-    _segments: Segments | None = None  #: of the store's codec
+    as_is: bool = False  #: whether to keep float32, whatever dtype the channel's feedback has
+    flat: Tensor | None = None  #: float32, or wires of the codec that stores residuals
+    _segments: Segments | None = None  #: of the codec that stores residuals
 
     @property
     def numel(self) -> int:
@@ -51,10 +52,13 @@ class Holding:
         return None if self.as_is else channel._store
 
     def open(self, channel: Channel, device: torch.device, scratch: Tensor | None = None) -> Tensor:
-        """Float32 residuals of all slots; changes are kept by `close`. `scratch` is room for decoded ones."""
+        """Return the float32 residuals of all slots; `close` keeps changes.
+
+        Residuals that must be decoded are decoded into `scratch`.
+        """
         if self.flat is None or self.flat.device != device:
             if OPENED is not None:
-                raise MovedError("residuals are somewhere else than in the call before")
+                raise MovedError("residuals have moved since the last call")
             self._gather(channel, device)
         assert self.flat is not None
         if OPENED is not None:
@@ -62,18 +66,21 @@ class Holding:
         store = self._store(channel)
         if store is None:
             return self.flat
-        found = torch.empty(self.numel, device=device) if scratch is None else scratch
+        values = torch.empty(self.numel, device=device) if scratch is None else scratch
         assert self._segments is not None
-        store.decode_segments(self.flat, found, self._segments)
-        return found
+        store.decode_segments(self.flat, values, self._segments)
+        return values
 
     def prepare(self, channel: Channel, device: torch.device) -> None:
-        """What may be refused of `open`, before anything is sent; a recording finds it out by itself."""
+        """Gather residuals now, so that a wrong shape is refused before anything is sent.
+
+        While a call is recorded this does nothing: `open` then raises `MovedError`.
+        """
         if OPENED is None and (self.flat is None or self.flat.device != device):
             self._gather(channel, device)
 
     def close(self, channel: Channel, found: Tensor) -> None:
-        """Keep what `open` gave."""
+        """Keep `found`, the tensor that `open` returned."""
         store = self._store(channel)
         if store is not None:
             assert self.flat is not None
@@ -81,8 +88,8 @@ class Holding:
             store.encode_segments(found, self.flat, self._segments)
 
     def _gather(self, channel: Channel, device: torch.device) -> None:
-        """Take over what the slots owe so far; nothing, if they were never used."""
-        for slot, shape in self.slots:  # first, so that nothing is changed if one does not fit
+        """Copy the slots' residuals into one tensor; unused slots begin with zeros."""
+        for slot, shape in self.slots:  # before any change, so that a wrong shape leaves all as it was
             if slot in channel.residuals:
                 channel.check_shape(slot, shape)
         store = self._store(channel)
@@ -99,16 +106,16 @@ class Holding:
             rows, width = shape[:-1], shape[-1] if store is None else store.nbytes(shape[-1])
             end = at + math.prod(rows) * width
             view, at = flat[at:end].view(*rows, width), end
-            held = channel.residuals.get(slot)
-            if held is not None:
-                view.copy_(held.view(view.shape))
+            residual = channel.residuals.get(slot)
+            if residual is not None:
+                view.copy_(residual.view(view.shape))
             channel._release([slot])
             channel.residuals[slot], channel.shapes[slot], channel._holdings[slot] = view, shape, self
         self.flat = flat
 
 
 def _stored(store: Codec, slots: tuple[tuple[str, tuple[int, ...]], ...]) -> Segments:
-    """Where every row of every slot lies, in float32 and in wires of the store's codec."""
+    """Return the place of each row of each slot, in float32 and in wires of the storing codec."""
     numels = [shape[-1] for _, shape in slots for _ in range(math.prod(shape[:-1]))]
     starts, wires, at, byte = [], [], 0, 0
     for numel in numels:

@@ -1,6 +1,6 @@
-"""Plain DDP communication hooks, for frameworks that take a state and a function.
+"""Plain DDP communication hooks, for frameworks that accept a state and a function.
 
-    state, hook = thinwire.hooks.get("int8", net)            # rules see the names of the network's parameters
+    state, hook = thinwire.hooks.get("int8", net)            # rules see the names of the parameters
     model.register_comm_hook(state, hook)                    # DDP, and Accelerate after prepare
     DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)    # Lightning, on GPUs; else attach in a callback
 
@@ -17,9 +17,9 @@ from torch import nn
 from thinwire import policy
 from thinwire.codecs import AnySpec
 from thinwire.integrations.auto import BUDGET, Choice
+from thinwire.integrations.auto_driver import AutoDriver
 from thinwire.integrations.ddp import AUTO, hook, know
-from thinwire.integrations.pilot import Pilot
-from thinwire.integrations.wire import Wire
+from thinwire.integrations.handle import Handle
 from thinwire.policy import Policy
 
 Hook = Callable[[object, Any], torch.futures.Future[torch.Tensor]]
@@ -34,18 +34,18 @@ def get(
     double_buffer: bool = False,
     shadow: int = 0,
     error_budget: float = BUDGET,
-) -> tuple[Wire, Hook]:
-    """The state and the function of a hook; arguments are those of `thinwire.attach`.
+) -> tuple[Handle, Hook]:
+    """Return the state and the function of a hook; the arguments are those of `thinwire.attach`.
 
-    Give the network (before DDP wraps it) for rules that look at names and roles; without it tensors are
-    numbered in the order in which DDP hands them over. `group` is that of the DDP model, if it has its own.
+    Pass the network (before DDP wraps it) if rules look at names and roles. Without it tensors are numbered
+    in the order in which DDP passes them. `group` is the DDP model's process group, if it has its own.
 
     >>> state, hook = get("int8/256")
     >>> state.policy.name
     'int8/256'
     """
-    pilot = Pilot(Choice(error_budget)) if codec == AUTO else None
-    wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, None, pilot)
+    driver = AutoDriver(Choice(error_budget)) if codec == AUTO else None
+    handle = Handle(policy.get("fp32" if driver else codec), group, seed, double_buffer, shadow, None, driver)
     if model is not None:
-        know(wire, model)
-    return wire, hook
+        know(handle, model)
+    return handle, hook

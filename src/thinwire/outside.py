@@ -1,4 +1,4 @@
-"""Calls that `torch.compile` leaves as they are: a graph ends before each of them, and another begins."""
+"""Calls that `torch.compile` does not compile: a graph ends before each call, and a new one begins after."""
 
 import functools
 from collections.abc import Callable
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, which the compiler does not look into.
+    """Return the same function, excluded from compilation.
 
-    torch's own `disable` takes seconds to load the compiler; here it is loaded by those only who compile.
+    torch's own `disable` takes seconds to load the compiler; here only programs that compile load it.
     """
-    held: list[Callable[P, T]] = []
+    disabled: list[Callable[P, T]] = []
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
-        if not held:
+        if not disabled:
             if not torch.compiler.is_compiling():
                 return function(*args, **options)
-            held.append(torch._dynamo.disable(function))
-        return held[0](*args, **options)
+            disabled.append(torch._dynamo.disable(function))
+        return disabled[0](*args, **options)
 
-    # The compiler counts by code, so every function has one of its own.
+    # The compiler counts recompilations per code object, so each function gets its own.
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return call

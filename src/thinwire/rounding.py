@@ -1,8 +1,8 @@
-"""How a value between two neighbours is rounded, and where randomness comes from.
+"""Rounding modes, and the random words of stochastic rounding.
 
 Stochastic rounding draws from a counter-based generator, Philox4x32-7. There is no hidden state: the
-word for an element follows from (seed, step, tensor, rank, index) alone, so CPU and GPU agree bit for
-bit, results do not depend on threads or on the order of calls, and a run can be replayed.
+word for an element depends only on (seed, step, tensor, rank, index). So CPU and GPU agree bit for bit,
+results do not depend on threads or on the order of calls, and a run can be replayed.
 
     >>> from thinwire import Rounding, Stream, formats
     >>> import torch
@@ -24,7 +24,7 @@ from thinwire.kernels import reference
 
 
 class Rounding(enum.StrEnum):
-    """Rounding modes. Anywhere a mode is taken, its name as a string is taken too."""
+    """Rounding modes. A mode's name as a string is accepted wherever a mode is."""
 
     NEAREST = "nearest"  #: to the nearest value; a tie goes to the even code
     AWAY = "away"  #: to the nearest value; a tie goes away from zero
@@ -36,7 +36,7 @@ class Rounding(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Stream:
-    """A sequence of random words, named by what it is for rather than by how far it has run.
+    """A sequence of random words, identified by what it is for; it has no position.
 
     Give every rank its own `rank` where errors should average out (gradients), and the same one where
     replicas must stay equal (weights).
@@ -62,13 +62,13 @@ class Stream:
 
     @functools.cached_property
     def key(self) -> reference.Key:
-        """The generator's key for this stream: one call keyed by the seed, counted by the rest."""
+        """The generator's key for this stream: one call with the seed as key and the rest as counter."""
         tensor = zlib.crc32(self.tensor.encode()) if isinstance(self.tensor, str) else self.tensor
         low, high = self.seed & reference.MASK32, self.seed >> 32
         return reference.philox(self.step, (low, high, tensor, self.rank))
 
     def apart(self) -> "Stream":
-        """A stream whose tensor is free to be named anew: the one that it has goes into the seed.
+        """Return a stream whose `tensor` can be set again: the present one is hashed into the seed.
 
         >>> Stream(3, tensor="a").apart() == Stream(3, tensor="b").apart()
         False
@@ -81,5 +81,5 @@ class Stream:
         return replace(self, seed=low | high << 32, tensor=0)
 
     def words(self, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """The words that elements 0..numel-1 of a tensor would be rounded with, as uint32."""
+        """Return the words that round elements 0..numel-1 of a tensor, as uint32."""
         return reference.stream_words(self.key, numel, torch.device(device or "cpu"))

@@ -1,7 +1,7 @@
 """How the scale of a block is chosen and stored.
 
-A scale maps a block onto a format's range. `choose` says what of the block becomes the format's largest
-value:
+A scale maps a block onto a format's range. `choose` selects what of the block is mapped to the format's
+largest value:
 
 | choose | what is mapped to the format's largest value |
 |---|---|
@@ -14,8 +14,8 @@ value:
 | `cells` | as `rms`, but the edge of the outermost cell rather than its middle (CNTK) |
 | `fixed` | nothing: the scale is 10**`value`, whatever the data |
 
-Sums of squares are taken in integers, after a power of two has brought the block's largest magnitude
-under 2**15: the result does not depend on the order of summation, so every device gets the same bits.
+Sums of squares are computed in integers, after a power of two has brought the block's largest magnitude
+under 2**15. The result does not depend on the order of summation, so every device gets the same bits.
 A block with a NaN or an infinity gets the scale NaN.
 """
 
@@ -56,24 +56,26 @@ class Scaling:
     """The choice of a scale, and how it is stored."""
 
     choose: str = "absmax"
-    value: float = 0.0  #: of `percentile`, `rms`, `cells` and `fixed`
+    value: float = 0.0  #: the parameter of `percentile`, `rms`, `cells` and `fixed`
     store: str = "float32"
     shared: bool = False  #: all ranks agree on the largest scale first
     margin: str = ""  #: room left for a sum over ranks: "world" times, or its "sqrt"
 
     def __post_init__(self) -> None:
         if self.choose not in CHOICES:
-            raise CodecError(f"no scale is chosen by '{self.choose}'; use one of: {', '.join(CHOICES)}")
+            raise CodecError(f"unknown choice of scale '{self.choose}'; use one of: {', '.join(CHOICES)}")
         if self.store not in STORES:
-            raise CodecError(f"no scale is stored as '{self.store}'; use one of: {', '.join(STORES)}")
+            raise CodecError(f"unknown storage of scales '{self.store}'; use one of: {', '.join(STORES)}")
         if self.margin not in MARGINS:
             raise CodecError(f"unknown margin '{self.margin}'; use one of: {', '.join(MARGINS)}")
         if self.store == "e8m0" and self.choose not in ("pow2", "floor"):
             raise CodecError("an e8m0 scale is a power of two; choose pow2 or floor")
         if self.store == "e8m0" and self.margin == "sqrt":
-            raise CodecError("the square root of the world is no power of two; store the scale as float32")
+            raise CodecError(
+                "with margin 'sqrt' an e8m0 scale would not be a power of two; store the scale as float32"
+            )
         if self.margin and not self.shared:
-            raise CodecError(f"the margin '{self.margin}' is for shared scales")
+            raise CodecError(f"the margin '{self.margin}' needs shared=True")
         self._check_value()
 
     def _check_value(self) -> None:
@@ -88,31 +90,31 @@ class Scaling:
 
     @property
     def rule(self) -> int:
-        """What the kernels can find by themselves; FILLED if the scale must be put into the wire first."""
+        """How the kernels compute the scale; FILLED if the scale must be written into the wire first."""
         inside = self.choose in RULES and not self.shared and self.store != "e4m3"
         return RULES[self.choose] if inside else FILLED
 
 
 def scales(scaling: Scaling, u: Tensor, block: int, limit: float, world: int = 1) -> Tensor:
-    """Float32 scales [rows, blocks] of [rows, n]; `block` 0 is the whole row."""
+    """Return float32 scales [rows, blocks] of [rows, n]; `block` 0 means the whole row."""
     rows, numel = u.shape
     block = min(block or numel, max(numel, 1)) or 1
     u = u.float()
     magnitude = kernels.magnitudes(u, block)
-    found = magnitude.view(torch.float32)
+    reach = magnitude.view(torch.float32)
     if scaling.choose in ("l2", "rms", "cells", "percentile"):
         padded = pad(u, (0, -numel % block)).view(rows, -1, block)
-        found = _reach(scaling, padded, magnitude, numel)
-    return _scales(scaling, found, magnitude >= INFINITY, limit, world)
+        reach = _reach(scaling, padded, magnitude, numel)
+    return _scales(scaling, reach, magnitude >= INFINITY, limit, world)
 
 
 def of_magnitudes(scaling: Scaling, magnitude: Tensor, limit: float, world: int = 1) -> Tensor:
-    """Scales where the largest magnitude decides (`RULES`) or nothing does (`fixed`), from its patterns."""
+    """Return scales from the bit patterns of largest magnitudes, for `choose` in `RULES` or `fixed`."""
     return _scales(scaling, magnitude.view(torch.float32), magnitude >= INFINITY, limit, world)
 
 
 def _scales(scaling: Scaling, found: Tensor, bad: Tensor, limit: float, world: int) -> Tensor:
-    """From what becomes the format's largest value to scales; NaN where a block is bad."""
+    """Return scales; `found` is what they map to the format's largest value. NaN where a block is bad."""
     if scaling.margin == "world":
         found = (found * world).clamp(max=LARGEST)
     if scaling.choose == "fixed":
@@ -132,7 +134,7 @@ def _number(value: float, like: Tensor) -> Tensor:
 
 
 def _reach(scaling: Scaling, padded: Tensor, magnitude: Tensor, numel: int) -> Tensor:
-    """What becomes the format's largest value, by block."""
+    """Return, for every block, what is mapped to the format's largest value."""
     largest = magnitude.view(torch.float32)
     block = padded.shape[-1]
     if scaling.choose in ("l2", "rms", "cells"):
@@ -143,8 +145,8 @@ def _reach(scaling: Scaling, padded: Tensor, magnitude: Tensor, numel: int) -> T
         counts = _counts(numel, block, padded)
         root = (square.float() / counts).sqrt() * unit
         return torch.minimum(root * _number(scaling.value, padded), largest)
-    found = _percentile(padded, numel, scaling.value)
-    return torch.where(found > 0, found, largest)
+    percentile = _percentile(padded, numel, scaling.value)
+    return torch.where(percentile > 0, percentile, largest)
 
 
 def _counts(numel: int, block: int, like: Tensor) -> Tensor:
@@ -155,7 +157,7 @@ def _counts(numel: int, block: int, like: Tensor) -> Tensor:
 
 
 def _squares(padded: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact sums of squares of integers, and the unit of those integers."""
+    """Return exact sums of squares of integers, and the unit of those integers."""
     exponent = (magnitude >> 23).clamp(1, 254) - 126  # every magnitude is under 2**exponent
     half = (exponent - SQUARE_BITS) // 2
     one, other = block_reference._exp2(half), block_reference._exp2(exponent - SQUARE_BITS - half)
@@ -170,9 +172,10 @@ def _percentile(padded: Tensor, numel: int, percent: float) -> Tensor:
     rows, blocks, block = padded.shape
     size = padded.abs()
     whole = numel // block
-    found = torch.zeros((rows, blocks), device=padded.device)
+    percentiles = torch.zeros((rows, blocks), device=padded.device)
     for first, last, count in ((0, whole, block), (whole, blocks, numel - whole * block)):
         if last > first:
-            rank = max(1, math.ceil(Fraction(repr(percent)) / 100 * count))  # as written, not as stored
-            found[:, first:last] = size[:, first:last, :count].kthvalue(rank, -1).values
-    return found
+            # The fraction is that of the decimal as written, not of its binary value.
+            rank = max(1, math.ceil(Fraction(repr(percent)) / 100 * count))
+            percentiles[:, first:last] = size[:, first:last, :count].kthvalue(rank, -1).values
+    return percentiles

@@ -2,15 +2,15 @@
 
     slot = name [ "[" start "]" ] "/" stage        fc1.weight[1024]/sent/tail
 
-`name` is the tensor's, `start` the first element of a piece of it that is sent by itself, and the stage
-says where in a schedule the residual is left.
+`name` names the tensor. `start` is the first element of a piece of it that travels by itself. The stage says
+where in a schedule the residual arises.
 """
 
-SENT = "sent"  #: of what this rank sent: its shards of one size
-TAIL = "sent/tail"  #: of the shard after them, which is shorter
-REDUCED = "reduced"  #: of the sum that this rank owns
-ERROR = "error"  #: of a matrix that `low_rank` approximates, and of what it sends beside matrices
-START = "q"  #: where `low_rank` begins in the next step; no residual
+SENT = "sent"  #: residual of what this rank sent: its full shards, all of one size
+TAIL = "sent/tail"  #: residual of the shorter shard after them
+REDUCED = "reduced"  #: residual of the sum that this rank owns
+ERROR = "error"  #: residual of `low_rank`: of approximated matrices and of its other tensors
+START = "q"  #: the Q with which `low_rank` starts the next step; no residual
 
 
 def slot(name: str, stage: str) -> str:
@@ -22,17 +22,17 @@ def slot(name: str, stage: str) -> str:
 
 
 def piece(name: str, start: int) -> str:
-    """The name of a piece of a tensor."""
+    """Return the name of a piece of a tensor."""
     return f"{name}[{start}]"
 
 
 def is_of(slot: str, name: str) -> bool:
-    """Whether a slot is of a name, and not of one that begins alike: fc1/sent is of fc1, fc10/sent is not."""
+    """Whether a slot belongs to a name: fc1/sent belongs to fc1, fc10/sent does not."""
     return slot == name or slot.startswith((f"{name}/", f"{name}["))
 
 
 def stage_of(slot: str, name: str) -> tuple[int, str]:
-    """Of a slot of a name, where its piece begins, and its stage.
+    """Return the start of the slot's piece, and the slot's stage; the slot must belong to the name.
 
     >>> stage_of("fc1.weight[1024]/sent/tail", "fc1.weight")
     (1024, 'sent/tail')
@@ -45,7 +45,7 @@ def stage_of(slot: str, name: str) -> tuple[int, str]:
 
 
 def name_of(slot: str) -> str:
-    """The tensor of a slot, if its name has neither bracket nor slash, as parameters' names have not.
+    """Return the tensor's name; it must contain no bracket and no slash, like names of parameters.
 
     >>> name_of("fc1.weight[1024]/sent/tail")
     'fc1.weight'

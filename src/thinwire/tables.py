@@ -1,7 +1,7 @@
-"""Tables and lines for a terminal, whatever its width, without anything that steers it.
+"""Tables and lines for a terminal of any width, without control characters.
 
-What is printed may come from a file or from somebody else's job. Control characters are shown as \\x1b and
-the like, and no text is taken for markup, so that a name cannot colour or rewrite the terminal.
+Printed text may come from a file or from another user's job. Control characters are printed as \\x1b and the
+like, and no text is read as markup, so that a name cannot colour or rewrite the terminal.
 """
 
 import os
@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  #: Unicode's categories of what steers a terminal or hides
-WIDE = 160  #: columns, where nobody looks at a terminal
-GAP = 2  #: between two columns of a table
-EDGES = 2  #: beside a table
-PROSE = 20  #: columns that a text keeps when it is folded
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  #: Unicode categories that control a terminal or are invisible
+WIDE = 160  #: columns, where the output is no terminal
+GAP = 2  #: spaces between two columns of a table
+EDGES = 2  #: spaces beside a table
+PROSE = 20  #: least width of a column whose text is folded
 
 
 def plain(text: str) -> str:
-    r"""A text without anything that steers a terminal; line ends stay.
+    r"""Return a text with its control characters escaped; line ends stay.
 
     >>> plain("a\x1b[31mb")
     'a\\x1b[31mb'
     """
     return "".join(
-        each if each == "\n" or unicodedata.category(each) not in UNSEEN else ascii(each)[1:-1]
-        for each in text
+        char if char == "\n" or unicodedata.category(char) not in UNSEEN else ascii(char)[1:-1]
+        for char in text
     )
 
 
 def fold(text: str, width: int) -> list[str]:
-    """Lines of a text, which end between words; a longer word is not broken.
+    """Break a text into lines between words; a word longer than `width` is not broken.
 
     >>> fold("one two three", 8)
     ['one two', 'three']
@@ -46,17 +46,17 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def screen(*, stderr: bool = False) -> "Console":
-    """Rich's console, which takes text as it is."""
+    """Return a Rich console that prints text unchanged: no markup, emoji or highlighting."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def screen_width(stderr: bool = False) -> int:
-    """Columns of the terminal, or as the environment says in COLUMNS; many where there is neither."""
+    """Return the terminal's width, or the environment's COLUMNS; `WIDE` where there is neither."""
     console = screen(stderr=stderr)
-    is_told = os.environ.get("COLUMNS", "").isdecimal()
-    return console.width if console.is_terminal or is_told else WIDE
+    is_set = os.environ.get("COLUMNS", "").isdecimal()
+    return console.width if console.is_terminal or is_set else WIDE
 
 
 def print_table(
@@ -68,9 +68,9 @@ def print_table(
 ) -> None:
     """Print a table that never breaks a number or a word.
 
-    Where it is wider than the terminal, its texts are folded between words, and columns that can be spared
-    are left out. If that is not enough, the columns that do not fit follow in a second table under the same
-    first column; if one does not even fit beside the first, every row is printed as a list.
+    If it is wider than the terminal, texts are folded between words, and the columns in `spare` are left out.
+    If that is not enough, the columns that do not fit follow in a second table with the same first column. If
+    a column does not fit beside the first one, every row is printed as a list.
     """
     names = [plain(each) for each in header]
     cells = [[plain(str(cell)) for cell in row] for row in rows]
@@ -91,7 +91,7 @@ def print_table(
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: numbers and names stay in one line, texts may be folded."""
+    """A column of a table: numbers and names stay on one line, texts may be folded."""
 
     name: str
     cells: list[str]
@@ -100,7 +100,7 @@ class Column:
 
     @property
     def least(self) -> int:
-        """The width at which nothing is broken."""
+        """The least width at which no word is broken."""
         lines = [line for cell in self.cells for line in cell.split("\n")]
         words = (
             lines if self.is_number or self.is_first else [word for line in lines for word in line.split()]
@@ -110,12 +110,12 @@ class Column:
 
     @property
     def wanted(self) -> int:
-        """The width at which nothing is folded."""
+        """The least width at which no text is folded."""
         return max(length(line) for text in (self.name, *self.cells) for line in text.split("\n"))
 
 
 def length(text: str) -> int:
-    """Columns of the terminal that a text takes: some characters take two."""
+    """Return the terminal columns that a text needs: some characters need two."""
     from rich.cells import cell_len
 
     return cell_len(text)
@@ -126,7 +126,7 @@ def _fits(columns: list[Column], width: int) -> bool:
 
 
 def _parts(columns: list[Column], width: int) -> list[list[Column]] | None:
-    """Which columns stand beside each other, under the first; None if one is too wide for that."""
+    """Split columns into tables that each begin with the first column; None if one is too wide for that."""
     if len(columns) == 1 or _fits(columns, width):
         return [columns]
     first, *others = columns
@@ -164,18 +164,18 @@ def _print_part(title: str, columns: list[Column], width: int) -> None:
 
 
 def _shares(columns: list[Column], width: int) -> list[int]:
-    """Widths of columns: what they want, and less where that is too much, the widest first."""
-    found, least = [each.wanted for each in columns], [each.least for each in columns]
-    while sum(found) > width:
-        spare = [(have, number) for number, have in enumerate(found) if have > least[number]]
+    """Return the widths of columns: as wanted, then narrowed, the widest first, until they fit."""
+    widths, least = [each.wanted for each in columns], [each.least for each in columns]
+    while sum(widths) > width:
+        spare = [(have, number) for number, have in enumerate(widths) if have > least[number]]
         if not spare:
             break
-        found[max(spare)[1]] -= 1
-    return found
+        widths[max(spare)[1]] -= 1
+    return widths
 
 
 def _print_list(title: str, columns: list[Column], width: int) -> None:
-    """Rows one below another, each cell in lines of its own, folded between words beside its label."""
+    """Print rows one below another, each cell on its own lines, folded between words beside its label."""
     label = max(length(column.name) for column in columns) + GAP
     lines = [*fold(title, width), ""] if title else []
     for number in range(len(columns[0].cells)):

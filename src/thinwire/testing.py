@@ -1,9 +1,9 @@
-"""Contracts that every format, codec and schedule keeps, as functions to call from a test of your own.
+"""Contracts of formats, codecs and schedules, as functions to call from your own tests.
 
     >>> from thinwire import codecs, formats, testing
     >>> testing.check_codec(codecs.get("int8/256"))
 
-Each raises an `AssertionError` that says what does not hold.
+Each function raises an `AssertionError` that says which contract is broken.
 """
 
 import copy
@@ -26,90 +26,96 @@ from thinwire.schedules import Schedule
 
 NUMELS = (0, 1, 7, 64, 1000)
 WORLDS = (2, 3, 4, 5, 8)
-FEWER = 9  #: one codec of so many is enough for most worlds and sizes
-UNIT = 2.0**-23  #: of float32, relative
+FEWER = 9  #: for most worlds and sizes, every ninth codec is enough
+UNIT = 2.0**-23  #: relative spacing of float32
 
 
 def check_format(format: str | Format) -> None:
-    """That codes and values belong together, and that rounding goes to a neighbour."""
-    found = formats.get(format)
-    what = found.name
-    _check_data(found, what)
-    values = found.values()
-    assert 1 < len(values) <= 1 << found.bits, f"{what} has {len(values)} values in {found.bits} bits"
+    """Check that codes and values match, and that rounding goes to a neighbouring value."""
+    resolved = formats.get(format)
+    what = resolved.name
+    _check_data(resolved, what)
+    values = resolved.values()
+    assert 1 < len(values) <= 1 << resolved.bits, f"{what} has {len(values)} values in {resolved.bits} bits"
     assert bool((values.diff() > 0).all()), f"{what}: values are not distinct and ascending"
-    assert (found.min, found.max) == (values[0].item(), values[-1].item()), f"{what}: min and max are others"
-    codes = found.to_codes(values)
-    assert torch.equal(found.from_codes(codes), values), f"{what}: a value's code does not lead back to it"
+    assert (resolved.min, resolved.max) == (values[0].item(), values[-1].item()), f"{what}: wrong min or max"
+    codes = resolved.to_codes(values)
+    assert torch.equal(resolved.from_codes(codes), values), f"{what}: a value's code does not lead back to it"
     low, high = (max(-1e30, min(values[i].item(), 1e30)) for i in (0, -1))
     x = (torch.linspace(0, 1, 2001, dtype=torch.float64) * (high - low) + low).float().clamp(low, high)
     x = torch.cat([x, values.clamp(-1e30, 1e30), torch.randn(500)]).sort().values.clamp(low, high)
-    for mode in found.roundings:
+    for mode in resolved.roundings:
         rng = Stream(1) if mode == Rounding.STOCHASTIC else None
-        assert torch.equal(found.round(values, mode, rng), values), f"{what}, {mode}: a value is not kept"
-        rounded = found.round(x, mode, rng)
-        assert torch.equal(rounded, found.from_codes(found.to_codes(x, mode, rng))), f"{what}, {mode}: round"
+        assert torch.equal(resolved.round(values, mode, rng), values), f"{what}, {mode}: a value is not kept"
+        rounded = resolved.round(x, mode, rng)
+        assert torch.equal(rounded, resolved.from_codes(resolved.to_codes(x, mode, rng))), (
+            f"{what}, {mode}: round and to_codes differ"
+        )
         place = torch.searchsorted(values, x).clamp(max=len(values) - 1)
         near = (rounded == values[place]) | (rounded == values[(place - 1).clamp(min=0)])
         assert bool(near.all()), f"{what}, {mode}: {x[~near][0]} does not go to a neighbour"
         if rng is None:
-            assert bool((rounded.diff() >= 0).all()), f"{what}, {mode}: larger numbers become smaller"
+            assert bool((rounded.diff() >= 0).all()), f"{what}, {mode}: rounding is not monotonic"
 
 
 def check_codec(codec: AnySpec) -> None:
-    """That its wires are as declared, come back, are refused elsewhere, and add up on ranks."""
-    found = codecs.get(codec)
-    _check_data(found, found.spec)
-    assert codecs.get(found.spec) == found, f"codecs.get('{found.spec}') is another codec"
+    """Check wires (size, decoding, tag), residuals, values that are not finite, and sums over ranks."""
+    resolved = codecs.get(codec)
+    _check_data(resolved, resolved.spec)
+    assert codecs.get(resolved.spec) == resolved, f"codecs.get('{resolved.spec}') returns another codec"
     for numel, rows in itertools.product(NUMELS, (1, 3)):
-        _check_wire(found, numel, rows)
-    _check_feedback(found)
-    _check_numbers(found)
-    _check_ranks(found)
+        _check_wire(resolved, numel, rows)
+    _check_feedback(resolved)
+    _check_numbers(resolved)
+    _check_ranks(resolved)
 
 
 def check_schedule(schedule: str | Schedule) -> None:
-    """That replicas hold the same bits, that float32 is added right, and that bytes can be counted."""
-    found = schedules.get(schedule)
-    served = [each for each in codecs.CODECS.values() if not found.refuses(each)]
-    assert served, f"{found.spec} serves no codec"
+    """Check that replicas have equal bits, that float32 sums are right, and that bytes can be counted."""
+    resolved = schedules.get(schedule)
+    served = [each for each in codecs.CODECS.values() if not resolved.refuses(each)]
+    assert served, f"{resolved.spec} serves no codec"
     for world, numel in itertools.product(WORLDS, (0, 3, 1003)):
-        if world % (found.inside or 1):
+        if world % (resolved.ranks_per_node or 1):
             continue
         ranks = [_numbers(numel, seed=rank) for rank in range(world)]
         for codec in served if (world, numel) == (4, 1003) else served[::FEWER]:
-            results, _ = _reduced(ranks, codec, found)
-            where = f"{found.spec}, {codec.spec}, {world} ranks, {numel} elements"
+            results, _ = _reduced(ranks, codec, resolved)
+            where = f"{resolved.spec}, {codec.spec}, {world} ranks, {numel} elements"
             assert all(_same(each, results[0]) for each in results), f"{where}: replicas differ"
             assert bool(results[0].isfinite().all()), f"{where}: not finite"
-            if codec.spec == "fp32" and ":" not in found.spec:
+            if codec.spec == "fp32" and ":" not in resolved.spec:
                 exact, size = sum(x.double() for x in ranks), sum(x.double().abs() for x in ranks)
                 off = (results[0].double() - exact).abs()
                 assert bool((off <= world * UNIT * size).all()), f"{where}: not the sum"
         if numel > 3 and world > 1:
-            assert trace(numel, served[0], world, found).sent_nbytes > 0, f"{found.spec} sends nothing"
+            assert trace(numel, served[0], world, resolved).sent_nbytes > 0, f"{resolved.spec} sends nothing"
 
 
 def _check_data(thing: Any, what: str) -> None:
     for again in (pickle.loads(pickle.dumps(thing)), copy.deepcopy(thing)):
-        assert again == thing, f"{what} is another after pickling or copying"
+        assert again == thing, f"{what} is not equal to itself after pickling or copying"
         assert hash(again) == hash(thing), f"{what} has another hash after pickling or copying"
 
 
 def _check_wire(codec: Codec, numel: int, rows: int) -> None:
     what, x = f"{codec.spec} of {rows} x {numel}", _numbers(rows, numel)
     wire, sections = _encoded(codec, x), codec.sections(numel)
-    assert wire.shape == (rows, codec.nbytes(numel)), f"{what} has {wire.shape[-1]} bytes, not as declared"
-    assert sum(each.nbytes for each in sections) == codec.nbytes(numel), f"{what}: sections are not all of it"
-    assert all(each.nbytes % 4 == 0 for each in sections), f"{what}: a section is no whole words"
-    assert _encoded(codec, x.to("meta")).shape == wire.shape, f"{what}: other bytes on meta"
-    assert torch.equal(_encoded(codec, x), wire), f"{what} is not the same twice"
+    assert wire.shape == (rows, codec.nbytes(numel)), (
+        f"{what} has {wire.shape[-1]} bytes; nbytes says otherwise"
+    )
+    assert sum(section.nbytes for section in sections) == codec.nbytes(numel), (
+        f"{what}: sections do not add up"
+    )
+    assert all(section.nbytes % 4 == 0 for section in sections), f"{what}: a section is not a multiple of 4"
+    assert _encoded(codec, x.to("meta")).shape == wire.shape, f"{what}: another shape on meta"
+    assert torch.equal(_encoded(codec, x), wire), f"{what}: two encodings differ"
     decoded = codec.decode(wire, numel)
     assert decoded.shape == x.shape, f"{what} decodes to {tuple(decoded.shape)}"
     assert bool(decoded.isfinite().all()), f"{what}: finite numbers do not stay finite"
     if not codec.needs_rng:
-        each = [_encoded(codec, row) for row in x]
-        assert all(map(torch.equal, each, wire)), f"{what}: rows of a batch are encoded otherwise"
+        alone = [_encoded(codec, row) for row in x]
+        assert all(map(torch.equal, alone, wire)), f"{what}: a row's wire differs from that in a batch"
     total = x.clone()
     codec.decode_add(wire, total, 0.5)
     torch.testing.assert_close(total, x + 0.5 * decoded, rtol=1e-5, atol=1e-5, msg=f"{what}: decode_add")
@@ -121,7 +127,7 @@ def _check_wire(codec: Codec, numel: int, rows: int) -> None:
             call()
         except WireError:
             continue
-        raise AssertionError(f"{what}: a wire whose tag is wrong is not refused")
+        raise AssertionError(f"{what}: a wire with a wrong tag is not refused")
 
 
 def _check_feedback(codec: Codec) -> None:
@@ -131,7 +137,7 @@ def _check_feedback(codec: Codec) -> None:
     arrived = codec.decode(wire, 1000).double()
     size = arrived.abs().maximum(residual.double().abs())
     off = (arrived + residual.double() - x.double() - before.double()).abs()
-    assert bool((off <= 4 * UNIT * size + UNIT).all()), f"{codec.spec}: what is not sent is not owed"
+    assert bool((off <= 4 * UNIT * size + UNIT).all()), f"{codec.spec}: the residual is not what was lost"
 
 
 def _check_numbers(codec: Codec) -> None:
@@ -140,16 +146,16 @@ def _check_numbers(codec: Codec) -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         x = _numbers(100)
         x[7] = bad
-        found = codec.decode(_encoded(codec, x), 100)
-        hidden = bool(found.isfinite().all())
+        decoded = codec.decode(_encoded(codec, x), 100)
+        hidden = bool(decoded.isfinite().all())
         assert not hidden, f"{codec.spec}: {bad} became a finite number"
 
 
 def _check_ranks(codec: Codec) -> None:
-    """Sums of wires are those of their decoded numbers; replicas are equal however they are made."""
+    """Check that a sum of wires is the sum of decoded values, and that all schedules give equal replicas."""
     ranks = [_numbers(1003, seed=rank) for rank in range(3)]
     for schedule in schedules.SCHEDULES.values():
-        if schedule.refuses(codec) or 3 % (schedule.inside or 1):
+        if schedule.refuses(codec) or 3 % (schedule.ranks_per_node or 1):
             continue
         results, _ = _reduced(ranks, codec, schedule)
         what = f"{codec.spec} with {schedule.spec}"

@@ -14,16 +14,16 @@ import torch
 from thinwire import Channel, Stream, codecs, formats, schedules
 from thinwire.codecs import CODECS, Cast, MaxMin, OneBit, RandomK, TopK
 from thinwire.errors import CodecError, CommError, InputError, ScheduleError
-from thinwire.integrations import state
 from thinwire.runtimes import arguments, local
 from thinwire.runtimes import job as jobs
-from thinwire.runtimes.group_line import ranks_per_node
+from thinwire.runtimes.group_runtime import ranks_per_node
 from thinwire.runtimes.trace import trace
 from thinwire.schedules import SCHEDULES, AllGather, Buffers, Item
 from thinwire.schedules.batch import Batch
+from thinwire.schedules.batch_run import BatchRun
+from thinwire.schedules.rank_context import Sharding
 from thinwire.schedules.reduce import two_shot
-from thinwire.schedules.seat import Cut
-from thinwire.schedules.use import Use
+from thinwire.schedules.residuals import gradient_residual
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 UNIT = 2.0**-24  # half a unit in the last place of float32, relative
@@ -51,7 +51,7 @@ def ranks_of(world, *shape, first=0):
 
 def served(schedule, world=2, among=CODECS):
     """The codecs that a schedule serves, if it can serve a world of this size at all."""
-    fits = world % schedule.inside == 0
+    fits = world % schedule.ranks_per_node == 0
     return [codecs.get(spec) for spec in among if fits and not schedule.refuses(codecs.get(spec))]
 
 
@@ -211,14 +211,14 @@ def test_without_a_stream_every_call_draws_anew(spec, schedule):
 
 def test_every_stage_and_name_on_every_rank_has_a_stream_of_its_own():
     """The one that its slot is named by: so a batch, which draws by slots, has the same bits."""
-    seats = [
-        schedules.Seat(rank, 4, Channel("qsgd4/512"), name, rng=Stream(1, step=2, rank=rank))
+    contexts = [
+        schedules.RankContext(rank, 4, Channel("qsgd4/512"), name, rng=Stream(1, step=2, rank=rank))
         for rank in range(3)
         for name in ("a", "b")
     ]
     found = {
-        (seat.rank, seat.name, stage): seat.stream(stage)
-        for seat in seats
+        (context.rank, context.name, stage): context.stream(stage)
+        for context in contexts
         for stage in ("sent", "sent/tail", "reduced", "hop0", "hop1")
     }
     assert len({tuple(stream.words(8).tolist()) for stream in found.values()}) == len(found)
@@ -229,23 +229,23 @@ def test_every_stage_and_name_on_every_rank_has_a_stream_of_its_own():
 def test_a_batch_draws_by_slots_too():
     """Its wires are those of a codec with the streams that the stages are named by."""
     codec, rng, x = codecs.get("qsgd4/64"), Stream(5, step=3, rank=0), gauss(500)
-    cut = Cut(codec, 500, 2)
+    sharding = Sharding(codec, 500, 2)
     batch = Batch([Item(500, Channel(codec), "w")], 0, 2, 1.0)
-    steps = two_shot(Use(batch, Buffers()).begin([x], rng, None))
+    steps = two_shot(BatchRun(batch, Buffers()).begin([x], rng, None))
     sent = next(steps)
-    first, last = cut.parts
+    first, last = sharding.parts
     wires = [
         codec.encode(x[start : start + numel], dataclasses.replace(rng, tensor=f"w/{stage}"))
         for (start, numel, _), stage in ((first, "sent"), (last, "sent/tail"))
     ]
-    assert torch.equal(sent.wire[: cut.sizes[0]], wires[0])
-    assert torch.equal(sent.wire[sent.stride or cut.sizes[0] :][: cut.sizes[1]], wires[1])
+    assert torch.equal(sent.wire[: sharding.sizes[0]], wires[0])
+    assert torch.equal(sent.wire[sent.stride or sharding.sizes[0] :][: sharding.sizes[1]], wires[1])
     for rank in range(2):  # what came: the same shard twice
-        sent.out.view(2, -1)[rank, : cut.sizes[0]] = wires[0]
+        sent.out.view(2, -1)[rank, : sharding.sizes[0]] = wires[0]
     gathered = steps.send(None)
-    total = 2 * codec.decode(wires[0], cut.numels[0])
+    total = 2 * codec.decode(wires[0], sharding.numels[0])
     assert torch.equal(
-        gathered.wires[: cut.sizes[0]], codec.encode(total, dataclasses.replace(rng, tensor="w/reduced"))
+        gathered.wires[: sharding.sizes[0]], codec.encode(total, dataclasses.replace(rng, tensor="w/reduced"))
     )
 
 
@@ -295,7 +295,7 @@ ORDERS = {
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_fp32_sums_are_those_of_float32_in_the_order_of_the_schedule(schedule, world):
-    if world % SCHEDULES[schedule].inside:
+    if world % SCHEDULES[schedule].ranks_per_node:
         return
     ranks = ranks_of(world, 1003)
     results = reduced(ranks, "fp32", "sum", schedule)
@@ -355,7 +355,7 @@ def test_errors_stay_within_what_the_roundings_on_the_way_allow(spec, schedule, 
     it again adds at most r A (1 + r)^k. Over k = 0 .. d - 1 that is a geometric series. Shards are whole
     blocks, so blocks are the same in every wire; a codec without blocks has smaller ones in shards.
     """
-    if world % SCHEDULES[schedule].inside:
+    if world % SCHEDULES[schedule].ranks_per_node:
         return
     codec, numel = codecs.get(spec), 1003
     ranks = [x * 10 ** gauss(1, seed=7 + i) for i, x in enumerate(ranks_of(world, numel))]
@@ -418,7 +418,7 @@ def allowed_of_shared(codec, ranks, schedule):
 @pytest.mark.parametrize("spec", SHARED)
 def test_under_a_shared_scale_sums_are_rounded_and_nothing_is_cut_off(spec, schedule, world, kin):
     """Ranks with the same numbers have the largest sum there is; ranks apart have one that is small."""
-    if world % SCHEDULES[schedule].inside:
+    if world % SCHEDULES[schedule].ranks_per_node:
         return
     codec = codecs.get(spec)
     ranks = [gauss(1003, seed=0)] * world if kin == "equal" else ranks_of(world, 1003)
@@ -523,7 +523,7 @@ def drawn_case(random):
         world, kind = random.choice([2, 3, 4, 5, 6, 7, 8]), random.choice([SOME, tuple(SHARED)])
         codec = codecs.get(random.choice(kind))
         schedule = random.choice(["native", "one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
-        if SCHEDULES[schedule].refuses(codec) or world % SCHEDULES[schedule].inside:
+        if SCHEDULES[schedule].refuses(codec) or world % SCHEDULES[schedule].ranks_per_node:
             continue
         if codec.spec in SHARED and (schedule, world) == ("hierarchical/2", 2):  # one node: nothing is shared
             continue
@@ -635,8 +635,8 @@ def plan_of(numels, channel, schedule, rank, world):
         for i, (numel, start) in enumerate(zip(numels, starts, strict=False))
     ]
     call = jobs.Call("all_reduce", channel.codec.spec, tuple(numels), "float32", schedule.spec)
-    here = jobs.Ranks(rank, world, schedule.inside or 1)
-    return jobs.Plan(items, schedule, here, call, weight=1.0 / world)
+    here = jobs.Ranks(rank, world, schedule.ranks_per_node or 1)
+    return jobs.ReducePlan(items, schedule, here, call, weight=1.0 / world)
 
 
 @pytest.mark.parametrize("move", [True, False])
@@ -893,7 +893,7 @@ def test_with_feedback_what_was_held_back_arrives_later(schedule):
     assert running_mean("onebit/64", schedule, 100) > 0.4
 
 
-@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "sparse", "sparse_levels/2"])
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "hierarchical/2"])
 def test_with_feedback_a_hundredth_at_a_time_adds_up_to_all(schedule):
     few, many = (running_mean("topk/0.01+ef", schedule, steps) for steps in (100, 500))
     assert few < 0.8
@@ -1014,7 +1014,7 @@ def test_low_rank_owes_what_is_rounded_of_tensors_that_do_not_shrink(spec, world
     network = 2.0**-7 if world == 3 else 0.0  # what it loses when it adds 16-bit numbers
     assert (seen / steps / weight - x.double()).abs().max() <= 16 * small / steps + network
     assert all(channel.residuals["small/error"].abs().max() > 0 for channel in kept)
-    owed = state.debt(kept[0], "small", (9,), 0, world).double()
+    owed = gradient_residual(kept[0], "small", (9,), 0, world).double()
     if not network:
         torch.testing.assert_close(seen + weight * owed, x.double() * steps * weight, rtol=1e-6, atol=0)
 
@@ -1054,7 +1054,7 @@ def test_the_mean_of_all_debts_is_what_the_mean_gradient_is_still_owed(spec, sch
         ranks = ranks_of(world, 1024, first=10 * step)
         given += total(ranks) / world
         seen += reduced(ranks, kept, "avg", schedule)[0].double()
-    debts = [state.debt(channel, "tensor", (1024,), rank, world) for rank, channel in enumerate(kept)]
+    debts = [gradient_residual(channel, "tensor", (1024,), rank, world) for rank, channel in enumerate(kept)]
     assert float((given - seen).abs().max()) > 0.02
     torch.testing.assert_close(total(debts) / world, given - seen, rtol=0, atol=1e-5)
 
@@ -1069,16 +1069,16 @@ def test_the_mean_of_all_debts_is_what_the_mean_gradient_is_still_owed(spec, sch
         ("zzz", "unknown schedule .zzz.; `thinwire schedules` lists all"),
         ("", "unknown schedule ''"),
         ("ring/4", "ring takes no option, not '/4'"),
-        ("hierarchical/x", "expected a number from 1 on, such as hierarchical/4"),
-        ("hierarchical/0", "expected a number from 1 on"),
+        ("hierarchical/x", "expected a whole number of 1 or more, such as hierarchical/4"),
+        ("hierarchical/0", "expected a whole number of 1 or more"),
         ("hierarchical/2:qsgd4/512", "cannot be used inside a node; use fp32, bf16"),
         ("hierarchical/2:aps/e5m2", "cannot be used inside a node"),
         ("hierarchical/2:onebit/64+ef", "cannot be used inside a node"),
-        ("low_rank/-1", "expected a number from 1 on, such as low_rank/4"),
+        ("low_rank/-1", "expected a whole number of 1 or more, such as low_rank/4"),
         ("accumulate", "the order of additions is one of sequential, ring, tree or a number"),
         ("accumulate/star", "such as accumulate/16"),
-        ("accumulate/0", "expected a number from 1 on"),
-        ("accumulate/tree+neumaier", r"knows '\+kahan', not '\+neumaier'"),
+        ("accumulate/0", "expected a whole number of 1 or more"),
+        ("accumulate/tree+neumaier", r"accepts '\+kahan', not '\+neumaier'"),
     ],
 )
 def test_unknown_schedules_and_options_are_refused_with_advice(schedule, message):
@@ -1109,15 +1109,14 @@ def test_a_codec_for_whole_tensors_is_not_cut_into_shards():
     assert schedules.get("one_shot", codec).spec == "one_shot"
 
 
-@pytest.mark.parametrize("schedule", ["hierarchical/3", "sparse_levels/3"])
-def test_nodes_that_do_not_divide_the_world_are_told_what_would(schedule):
+def test_nodes_that_do_not_divide_the_world_are_told_what_would():
     codec = CODECS["topk/0.01+ef"]
     with pytest.raises(
         ScheduleError, match="8 ranks do not make nodes of 3; these numbers would do: 1, 2, 4, 8"
     ):
-        local.all_reduce(ranks_of(8, 10), channels(codec, 8), "sum", schedule)
+        local.all_reduce(ranks_of(8, 10), channels(codec, 8), "sum", "hierarchical/3")
     with pytest.raises(ScheduleError, match="do not make nodes of 5"):
-        local.all_reduce(ranks_of(8, 10), "int8/256", "sum", "hierarchical", inside=5)
+        local.all_reduce(ranks_of(8, 10), "int8/256", "sum", "hierarchical", ranks_per_node=5)
 
 
 def test_nodes_are_found_where_all_are_alike_and_refused_where_they_are_not():
@@ -1130,7 +1129,7 @@ def test_nodes_are_found_where_all_are_alike_and_refused_where_they_are_not():
 
 @pytest.mark.parametrize("spec", LEARNING)
 def test_feedback_without_a_channel_is_refused(spec):
-    with pytest.raises(CodecError, match=r"remembers what it owes: pass thinwire\.Channel"):
+    with pytest.raises(CodecError, match=r"keeps residuals: pass thinwire\.Channel"):
         local.all_reduce(ranks_of(2, 10), spec)
 
 
@@ -1182,7 +1181,7 @@ def test_ranks_that_call_different_things_are_told_so():
 
 def test_calls_that_are_kept_are_told_apart_by_all_that_decides_them():
     """As on a group, which works a call out once: one after another, each has the result of a new one."""
-    plans = [arguments.Plans() for _ in range(2)]
+    plans = [arguments.PlanCache() for _ in range(2)]
     changes = ({}, {"op": "avg"}, {"schedule": "two_shot"}, {"codec": "onebit/column"}, {"name": "b"}, {})
     for change in changes:
         how = {"codec": "qsgd4/512", "op": "sum", "schedule": "one_shot", "name": "a"} | change

@@ -26,11 +26,11 @@ from thinwire.codecs.onebit import OneBit
 from thinwire.formats import Float
 from thinwire.kernels import (
     block_cuda,
-    block_programs,
     block_reference,
     onebit_reference,
     reference,
-    soundness,
+    selftest,
+    tile_triton,
 )
 from thinwire.kernels.params import (
     FILLED,
@@ -39,7 +39,7 @@ from thinwire.kernels.params import (
     STOCHASTIC,
     BlockParams,
     GridParams,
-    WirePlan,
+    WireLayout,
     packed_nbytes,
 )
 from thinwire.scaling import Scaling
@@ -122,7 +122,7 @@ def encoded(p, x, plan, residual=None, shift=0, fill=None, aligned=True):
     left = None if residual is None else residual.clone()
     block_reference.encode(p, x, expected, plan, key, left)
     held = None if residual is None else move(residual)
-    block_cuda.encode(p, soundness.placed(x, aligned, DEVICE), there[inside].view(rows, -1), plan, key, held)
+    block_cuda.encode(p, selftest.placed(x, aligned, DEVICE), there[inside].view(rows, -1), plan, key, held)
     assert torch.equal(there.cpu(), buffer)
     if residual is not None:
         same(held, left)
@@ -229,7 +229,7 @@ def test_scales_between_minimum_and_maximum(bits, block, mode):
     p = BlockParams(GridParams(bits, 0, 0, 2**bits - 1), mode, block, MINMAX, 2.0**bits - 1.0)
     for numel in SIZES if HAS_GPU else (65, 1000):
         codes, blocks = packed_nbytes(numel, bits), p.blocks(numel)
-        plan = WirePlan(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, 0x80000007)
+        plan = WireLayout(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, 0x80000007)
         check(p, plan, numel, 2 + BETWEEN.index((bits, block, mode)))
 
 
@@ -372,9 +372,9 @@ def test_largest_magnitudes(block):
 
 @triton.jit(do_not_specialize=["row", "numel", "k0", "k1", "k2", "k3"])
 def words_kernel(u, out, row, numel, k0, k1, k2, k3, C: tl.constexpr, L: tl.constexpr):  # noqa: N803
-    at = block_programs._offsets(L)
+    at = tile_triton._offsets(L)
     key = (row.to(tl.int64), k0, k1, k2, k3)
-    words = block_programs._words(tl.load(u + at), row.to(tl.int64) * 0 + 1024, numel.to(tl.int64), key, C, L)
+    words = tile_triton._words(tl.load(u + at), row.to(tl.int64) * 0 + 1024, numel.to(tl.int64), key, C, L)
     tl.store(out + at, words.to(tl.int32, bitcast=True))
 
 
@@ -442,15 +442,15 @@ def test_public_calls_agree_with_the_cpu(spec, dtype):
 
 
 VARIANTS = [
-    soundness.Variant(DEVICE, torch.float32, rows_aligned=True, aligned=True, residual_aligned=None),
-    soundness.Variant(DEVICE, torch.float32, rows_aligned=False, aligned=False, residual_aligned=True),
+    selftest.Variant(DEVICE, torch.float32, rows_aligned=True, aligned=True, residual_aligned=None),
+    selftest.Variant(DEVICE, torch.float32, rows_aligned=False, aligned=False, residual_aligned=True),
 ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "unaligned with residual"])
 def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(variant, monkeypatch):
     p = Block("int8", 256)._params
-    assert soundness._try_encode(p, variant)
+    assert selftest._try_encode(p, variant)
     right = block_cuda._encode
 
     def wrong(p, x, wire, plan, key, residual):
@@ -459,4 +459,4 @@ def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(variant, 
         wire[:, plan.scales_at : plan.scales_at + 8] = scales.roll(4, 1)  # two blocks trade scales
 
     monkeypatch.setattr(block_cuda, "_encode", wrong)
-    assert not soundness._try_encode(p, variant)
+    assert not selftest._try_encode(p, variant)

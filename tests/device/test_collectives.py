@@ -92,7 +92,7 @@ def _other_calls(rank, world):
 
 def _nccl(rank, world):
     from thinwire import collectives
-    from thinwire.runtimes.nccl import Nccl
+    from thinwire.runtimes.nccl_transport import Nccl
     from thinwire.schedules import AllGather, AllReduce, AllToAll, SendRecv
 
     dist.init_process_group("nccl", device_id=torch.device("cuda:0"))

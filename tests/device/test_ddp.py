@@ -66,11 +66,11 @@ def _recipes(rank, world):
     dist.init_process_group("gloo")
     for recipe in RECIPES:
         net = model()
-        wire = thinwire.attach(net, recipe, shadow=5)
+        handle = thinwire.attach(net, recipe, shadow=5)
         losses = train(net, rank, STEPS, amp=recipe == "int8")
         assert equal_everywhere(net), recipe
         assert losses[-1] < losses[0], recipe
-        stats = wire.stats()
+        stats = handle.stats()
         assert stats["steps"] == STEPS
         assert stats["world"] == world
         if recipe not in ("fp32", "auto"):
@@ -87,10 +87,10 @@ def _nccl(rank, world):
     dist.init_process_group("nccl")
     for recipe in ("int8", "onebit", "fp32", "auto"):
         net = model()
-        wire = thinwire.attach(net, recipe)
+        handle = thinwire.attach(net, recipe)
         losses = train(net, rank, STEPS)
         assert losses[-1] < losses[0]
-        assert wire.stats()["world"] == world
+        assert handle.stats()["world"] == world
 
 
 def test_every_recipe_trains_and_replicas_stay_equal():

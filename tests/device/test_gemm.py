@@ -198,7 +198,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from thinwire.kernels.gemm_general_programs import NONE, steps_kernel
+from thinwire.kernels.gemm_general_triton import NONE, steps_kernel
 
 constants = {"PRODUCT": (NONE, 0), "SUM": (NONE, 0), "MODE": 0, "MOGAMI": False, "KAHAN": True}
 constants |= {"CHUNKED": False, "PARTS": False}

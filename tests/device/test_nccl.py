@@ -15,9 +15,10 @@ pytestmark = [
 ]
 PROGRAM = Path(__file__).with_name("nccl_program.py")
 PARTS = {
-    "collectives": ("bits", "recorded", "moves", "graphs", "disagree"),
+    "bits": ("bits",),
+    "calls": ("recorded", "moves", "graphs", "disagree"),
     "training": ("recipes", "options", "memory"),
-    "bits": ("as_on_cpu", "sixteen_bits", "resumed", "compiled"),
+    "gradients": ("as_on_cpu", "sixteen_bits", "resumed", "compiled"),
 }
 
 

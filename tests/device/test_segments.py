@@ -26,8 +26,8 @@ from thinwire.kernels import (
     block_reference,
     segment_cuda,
     segment_reference,
-    segment_trials,
-    soundness,
+    segment_selftest,
+    selftest,
 )
 from thinwire.kernels.params import (
     FILLED,
@@ -38,8 +38,8 @@ from thinwire.kernels.params import (
     Draw,
     GridParams,
     Segments,
-    SignPlan,
-    WirePlan,
+    SignLayout,
+    WireLayout,
     packed_nbytes,
 )
 from thinwire.scaling import Scaling
@@ -63,7 +63,7 @@ def minmax(bits, block, mode):
 
     def plan(numel):
         codes, blocks = packed_nbytes(numel, bits), p.blocks(numel)
-        return WirePlan(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, -7)
+        return WireLayout(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, -7)
 
     return p, plan
 
@@ -344,7 +344,7 @@ def test_one_bit_rows_reduce_as_segments():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_largest_magnitudes(dtype, feedback):
-    segments = segments_of([SignPlan(n, 64, 64, -1, 0, 0) for n in (*NUMELS, 9000, 0)], 4)
+    segments = segments_of([SignLayout(n, 64, 64, -1, 0, 0) for n in (*NUMELS, 9000, 0)], 4)
     numel = sizes(segments)[0]
     x, residual = numbers(numel).to(dtype), numbers(numel, 1) if feedback else None
     held = None if residual is None else move(residual)
@@ -385,13 +385,13 @@ KIND = (torch.float32, True, True, DEVICE)
 
 def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(monkeypatch):
     p = Block("int8", 256)._params
-    assert segment_trials._try_encode(p, KIND, 4)
-    assert segment_trials._try_decode(p, (torch.float32, True, 2, DEVICE), 1)
-    assert segment_trials._try_reduce(p, (None, 2, DEVICE), 1)
-    signs = soundness.sample_signs(64, 100, scaled=False)
-    assert segment_trials._try_signs(signs, KIND, 8)
-    assert segment_trials._try_unsigned(signs, (torch.float32, False, 2, DEVICE), 1)
-    assert segment_trials._try_resigned(signs, (True, 2, DEVICE), 1)
+    assert segment_selftest._try_encode(p, KIND, 4)
+    assert segment_selftest._try_decode(p, (torch.float32, True, 2, DEVICE), 1)
+    assert segment_selftest._try_reduce(p, (None, 2, DEVICE), 1)
+    signs = selftest.sample_signs(64, 100, scaled=False)
+    assert segment_selftest._try_signs(signs, KIND, 8)
+    assert segment_selftest._try_unsigned(signs, (torch.float32, False, 2, DEVICE), 1)
+    assert segment_selftest._try_resigned(signs, (True, 2, DEVICE), 1)
     right = segment_cuda.run_encode
 
     def wrong(ready, p, x, wire, segments, draw, residual):
@@ -400,7 +400,7 @@ def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(monkeypat
         wire[at : at + 8] = wire[at : at + 8].clone().roll(4)  # two blocks trade scales
 
     monkeypatch.setattr(segment_cuda, "run_encode", wrong)
-    assert not segment_trials._try_encode(p, KIND, 4)
+    assert not segment_selftest._try_encode(p, KIND, 4)
 
 
 @needs_gpu

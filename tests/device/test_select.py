@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from thinwire import Stream, codecs
 from thinwire.codecs import DctTopK, MSTopK, RandomK, Threshold, TopK
-from thinwire.kernels import block_reference, select, select_cuda, select_long_programs
+from thinwire.kernels import block_reference, select, select_cuda, select_long_triton
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 STREAM = Stream(seed=3, step=1, tensor="weights")
@@ -128,7 +128,7 @@ def test_a_good_sample_leaves_little_to_read(monkeypatch):
     slots, counts, info, *_ = made[0]
     assert int(counts.max()) <= slots.numel() // counts.numel() <= numel // counts.numel() // 8
     assert numel // 100 <= int(counts.sum()) <= numel // 10
-    last = select_long_programs.STATE + 4 * (select_long_programs.PASSES - 1)
+    last = select_long_triton.STATE + 4 * (select_long_triton.PASSES - 1)
     assert int(info[0, last]) == 1
 
 

@@ -43,15 +43,17 @@ def sixteen_bits(rank, world):
         for name in ("fp32", "int8", "onebit", "powersgd", "hybrid-layers", "aps8"):
             torch.manual_seed(0)
             net = DistributedDataParallel(Net().to(dtype))
-            wire = thinwire.attach(net, name)
+            handle = thinwire.attach(net, name)
             train(net, rank, 3, dtype=dtype)
             assert all(parameter.isfinite().all() for parameter in net.parameters()), (name, dtype)
             alike(digest([parameter.view(torch.int16) for parameter in net.parameters()]))
         plain = DistributedDataParallel(Bag(SHAPES, dtype=dtype))
-        wire = thinwire.attach(plain, "fp32")
+        handle = thinwire.attach(plain, "fp32")
         feed(plain, wanted(SHAPES, rank, 0, dtype))
         numel = sum(map(math.prod, SHAPES))
-        assert wire.sent_nbytes == trace(numel, "bf16", wire.world, "native").sent_nbytes, wire.sent_nbytes
+        assert handle.sent_nbytes == trace(numel, "bf16", handle.world, "native").sent_nbytes, (
+            handle.sent_nbytes
+        )
     return None
 
 
@@ -136,18 +138,18 @@ def shadows(rank, world):
     for name, low, high in (("int8", 0.001, 0.05), ("onebit", 0.1, 1.0), ("powersgd", 0.3, 1.2)):
         plain, watched = bag(SHAPES, decay=0.1), bag(SHAPES, decay=0.1)
         thinwire.attach(plain, name)
-        wire = thinwire.attach(watched, name, shadow=2)
+        handle = thinwire.attach(watched, name, shadow=2)
         for step in range(3):
             go(plain, SHAPES, rank, 1, step)
             go(watched, SHAPES, rank, 1, step)
-            errors = {key: each["true_error"] for key, each in wire.stats()["layers"].items()}
+            errors = {key: each["true_error"] for key, each in handle.stats()["layers"].items()}
             if step == 0:
                 assert set(errors.values()) == {None}
         equal(plain, watched, name)
         assert low < min(errors["w0"], errors["w3"]), (name, errors)
         assert max(errors["w0"], errors["w3"]) < high, (name, errors)
         assert max(errors["w1"], errors["w2"]) < 1e-6, errors
-    raises(thinwire.errors.InputError, "counts steps", thinwire.attach, plain, "int8", shadow=-1)
+    raises(thinwire.errors.InputError, "number of steps", thinwire.attach, plain, "int8", shadow=-1)
     del world
     return watched
 
@@ -155,9 +157,9 @@ def shadows(rank, world):
 def noop(rank, world):
     """Nothing is sent, so replicas drift apart."""
     net = model()
-    wire = thinwire.attach(net, "noop")
+    handle = thinwire.attach(net, "noop")
     train(net, rank, 3)
-    found = wire.stats()
+    found = handle.stats()
     assert (found["steps"], found["sent_nbytes"], found["policy"]) == (3, 0, "noop")
     assert len(set(everyone(digest(net.parameters())))) == world
     alone = model()
@@ -165,7 +167,7 @@ def noop(rank, world):
         train(alone, rank, 3)
     equal(net, alone, "as alone")
     with contextlib.redirect_stdout(io.StringIO()):
-        wire.summary()
+        handle.summary()
     return None
 
 
@@ -189,10 +191,10 @@ def counts(rank, world):
     folder = everyone("" if rank else tempfile.mkdtemp(prefix="thinwire-board-"))[0]
     began = time.perf_counter()
     net = bag(COUNTED, decay=0.1)
-    wire = thinwire.attach(net, "int4", tensorboard=folder, shadow=3)
-    assert (wire.board is not None) == (rank == 0)
+    handle = thinwire.attach(net, "int4", tensorboard=folder, shadow=3)
+    assert (handle.board is not None) == (rank == 0)
     go(net, COUNTED, rank, 11)
-    found, elapsed = wire.stats(), time.perf_counter() - began
+    found, elapsed = handle.stats(), time.perf_counter() - began
     assert set(found) == STATS
     assert all(set(each) == LAYER for each in found["layers"].values())
     assert [found[key] for key in ("step", "steps", "world", "level", "auto")] == [11, 11, world, None, None]
@@ -202,12 +204,12 @@ def counts(rank, world):
     seconds_and_errors(found, elapsed)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        wire.summary()
+        handle.summary()
     assert bool(said.getvalue()) == (rank == 0)
     with contextlib.redirect_stdout(said):
-        wire.summary(everywhere=True)
-    assert repr(wire).startswith("<thinwire.Wire int4: 11 steps, ")
-    assert len(repr(wire)) < 80
+        handle.summary(everywhere=True)
+    assert repr(handle).startswith("<thinwire.Handle int4: 11 steps, ")
+    assert len(repr(handle)) < 80
     for text in ("int4: 11 steps", "not compressed: 2 tensors", "w3", "int4/128+ef"):
         assert text in said.getvalue(), said.getvalue()
     if rank == 0:
@@ -262,11 +264,11 @@ def low_rank_counts(rank, world):
     """PowerSGD sends two thin matrices, which is what the table says."""
     shapes = [(300, 100)]
     net = bag(shapes)
-    wire = thinwire.attach(net, "powersgd")
+    handle = thinwire.attach(net, "powersgd")
     go(net, shapes, rank, 2)
-    layer = wire.stats()["layers"]["w0"]
+    layer = handle.stats()["layers"]["w0"]
     assert layer["wire_nbytes"] == 4 * 400 * 4, layer
-    assert wire.sent_nbytes == 2 * trace(30_000, "fp32", world, "low_rank/4", shapes=shapes).sent_nbytes
+    assert handle.sent_nbytes == 2 * trace(30_000, "fp32", world, "low_rank/4", shapes=shapes).sent_nbytes
     assert layer["error"] is None, layer
     return net
 
@@ -276,13 +278,13 @@ def resumed_counts(rank, world):
     del world
     folder = everyone("" if rank else tempfile.mkdtemp(prefix="thinwire-board-"))[0]
     first, second = model(), model()
-    wire = thinwire.attach(first, "int8")
+    handle = thinwire.attach(first, "int8")
     train(first, rank, 19)
     again = thinwire.attach(second, "int8", tensorboard=folder)
-    again.load_state_dict(wire.state_dict())
+    again.load_state_dict(handle.state_dict())
     train(second, rank, 2)
     assert again.step == 21
-    a_step = wire.sent_nbytes / 19
+    a_step = handle.sent_nbytes / 19
     assert again.sent_nbytes / again.stats()["steps"] == a_step, again.stats()["steps"]
     assert min(again.stats()["seconds"][kind] for kind in ("encode", "wire", "decode")) > 0
     if rank == 0:
@@ -313,12 +315,12 @@ def own_codecs(rank, world):
     by_name, given, hooked = bag(SHAPES), bag(SHAPES), bag(SHAPES)
     mine = own_codec.block(feedback="float32")
     thinwire.attach(by_name, "nf4/64+ef")
-    wire = thinwire.attach(given, mine)
+    handle = thinwire.attach(given, mine)
     hooked.register_comm_hook(*thinwire.hooks.get(mine, hooked.module))
     for net in (by_name, given, hooked):
         go(net, SHAPES, rank, 3)
         equal(net, by_name)
-    state = saved(wire.state_dict())
+    state = saved(handle.state_dict())
     assert state["routes"]["w0"][0] == mine.spec in state["channels"]
     again = bag(SHAPES)
     again.module.load_state_dict(given.module.state_dict())
@@ -326,9 +328,9 @@ def own_codecs(rank, world):
     for net in (by_name, again):
         go(net, SHAPES, rank, 2, first=3)
     equal(again, by_name)
-    wire = thinwire.attach(given, own_codec.Steps(feedback="bfloat16"))
+    handle = thinwire.attach(given, own_codec.Steps(feedback="bfloat16"))
     go(given, SHAPES, rank, 3)
-    assert wire.stats()["layers"]["w0"]["codec"] == "steps+ef:bf16"
+    assert handle.stats()["layers"]["w0"]["codec"] == "steps+ef:bf16"
     del world
     return given
 

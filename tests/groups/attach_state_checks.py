@@ -12,23 +12,23 @@ import thinwire
 from thinwire import policy
 from thinwire.errors import InputError
 from thinwire.integrations import reshard
-from thinwire.integrations import state as states
 from thinwire.integrations.auto import CANDIDATES
 from thinwire.policy import LADDER, Ladder, Policy, Rule
+from thinwire.schedules.residuals import gradient_residual
 
 SHAPES = [(130, 100), (50,), (111, 300)]
 SMALL = (Rule("fp32", "two_shot", max_ndim=1),)
 
 
-def debts(wire, shapes):
+def debts(handle, shapes):
     """What this rank owes of w0, w1, ..., whatever it is called."""
     found = []
     for number, shape in enumerate(shapes):
         name, total = f"w{number}", torch.zeros(shape, dtype=torch.float64)
-        for channel in wire.channels.values():
-            owed = states.debt(channel, name, shape, wire.rank, wire.world)
+        for channel in handle.channels.values():
+            owed = gradient_residual(channel, name, shape, handle.rank, handle.world)
             total += 0 if owed is None else owed.double()
-        total += wire.debts[name].double() if name in wire.debts else 0
+        total += handle.pending[name].double() if name in handle.pending else 0
         found.append(total)
     return found
 
@@ -47,13 +47,13 @@ class Books:
             self.went[i] += gradients[i].double()
             self.came[i] += found.double()
 
-    def check(self, wire, what, owes=True):
+    def check(self, handle, what, owes=True):
         """The mean of what all ranks put in, less what all got, is the mean of what they owe."""
-        for i, owed in enumerate(debts(wire, self.shapes)):
+        for i, owed in enumerate(debts(handle, self.shapes)):
             sums = []
             for each in (self.went[i], owed):
                 dist.all_reduce(each := each.clone(), group=self.group)
-                sums.append(each / wire.world)
+                sums.append(each / handle.world)
             size = self.went[i].abs().max().item() + sums[0].abs().max().item() + 1
             lost = (sums[0] - self.came[i] - sums[1]).abs().max().item()
             assert lost < 4e-6 * size, f"{what}, w{i}: {lost:.3g} of {size:.3g} was lost"
@@ -69,17 +69,17 @@ def conserved(rank, world):
     cases += [("aps", Policy("p", (*SMALL, Rule("aps/e4m3+ef", "two_shot"))))]
     for what, rules in cases:
         net, books = bag(SHAPES), Books(SHAPES)
-        wire = thinwire.attach(net, rules)
+        handle = thinwire.attach(net, rules)
         for step in range(20):
             books.step(net, rank, step)
-        books.check(wire, what)
+        books.check(handle, what)
     shapes = [(2300, 1000), (7,), (30, 20)]  # several pieces, the last one shorter
     net, books = bag(shapes), Books(shapes)
-    wire = thinwire.attach(net, Policy("p", (*SMALL, Rule("onebit/512+ef", "two_shot"))))
+    handle = thinwire.attach(net, Policy("p", (*SMALL, Rule("onebit/512+ef", "two_shot"))))
     for step in range(3):
         books.step(net, rank, step)
-    assert any("[1048576]" in slot for slot in wire.channels["onebit/512+ef"].residuals)
-    books.check(wire, "pieces")
+    assert any("[1048576]" in slot for slot in handle.channels["onebit/512+ef"].residuals)
+    books.check(handle, "pieces")
     del world
     return net
 
@@ -88,7 +88,7 @@ def switched(rank, world):
     """What a tensor owes goes with it, to another codec and another schedule, also over a restart."""
     del world
     ways = [("onebit/512+ef", "one_shot"), ("int4/128+ef", "two_shot"), ("onebit/column+ef", "two_shot"),
-            ("onebit/column+ef", "one_shot"), ("mstopk/0.01+ef", "sparse"), ("fp32+ef", "low_rank/2"),
+            ("onebit/column+ef", "one_shot"), ("mstopk/0.01+ef", "one_shot"), ("fp32+ef", "low_rank/2"),
             ("aps/e4m3+ef", "two_shot"), ("fp32", "two_shot")]  # fmt: skip
     for one, other in zip(ways, [*ways[1:], ways[0]], strict=True):
         rules = Policy("p", (*SMALL, Rule(*one, last_step=2), Rule(*other)))
@@ -121,7 +121,7 @@ def steered(rank, step):
     return wanted(SHAPES, rank, step if step // 2 % 2 == 0 else step // 2 * 2)
 
 
-def climb(net, wire, rank, first, last, books=None):
+def climb(net, handle, rank, first, last, books=None):
     levels = []
     for step in range(first, last):
         gradients = steered(rank, step)
@@ -132,7 +132,7 @@ def climb(net, wire, rank, first, last, books=None):
                 books.came[i] += each.double()
             params = list(net.parameters())
             params[i].data.sub_(each, alpha=LR)
-        levels.append(wire.stats()["level"])
+        levels.append(handle.stats()["level"])
     return levels
 
 
@@ -143,12 +143,12 @@ def ladder(rank, world):
     assert policy.parse(tomllib.loads(rules.to_toml())) == rules
     for double in (False, True):
         net, books = bag(SHAPES), Books(SHAPES)
-        wire = thinwire.attach(net, rules, double_buffer=double)
-        levels = alike(climb(net, wire, rank, 0, 12, books))
+        handle = thinwire.attach(net, rules, double_buffer=double)
+        levels = alike(climb(net, handle, rank, 0, 12, books))
         assert levels[:5] == ["int4/128+ef"] * 4 + ["int8/256+ef"], levels
         assert levels[-1] == "fp32", levels
         if not double:
-            books.check(wire, "ladder", owes=False)
+            books.check(handle, "ladder", owes=False)
         for stop in (3, 4, 8):  # in the middle of a window; just before it climbs
             one, two = bag(SHAPES), bag(SHAPES)
             before = thinwire.attach(one, rules, double_buffer=double)
@@ -160,14 +160,14 @@ def ladder(rank, world):
             for parameter, other in zip(two.parameters(), net.parameters(), strict=True):
                 torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-5)  # fp32 sums: buckets
     back = bag(SHAPES)
-    wire = thinwire.attach(back, fast("int4/128+ef", "int8/256", calm=1))
-    levels = alike(climb(back, wire, rank, 0, 9))
+    handle = thinwire.attach(back, fast("int4/128+ef", "int8/256", calm=1))
+    levels = alike(climb(back, handle, rank, 0, 9))
     assert levels == ["int4/128+ef"] * 4 + ["int8/256"] * 2 + ["int4/128+ef"] * 3, levels
     idle = bag([(130, 100), (40, 40)])
-    wire = thinwire.attach(idle, fast("int4/128+ef", "int8/256"))
+    handle = thinwire.attach(idle, fast("int4/128+ef", "int8/256"))
     for step in range(6):  # one tensor has no gradients at all
         feed(idle, [steered(rank, step)[0], torch.zeros(40, 40)])
-    assert wire.stats()["level"] == "int8/256"
+    assert handle.stats()["level"] == "int8/256"
     return back
 
 
@@ -176,14 +176,14 @@ def ladder_looks(rank, world):
     del world
     for shadow in (0, 1):
         net = bag(SHAPES)
-        wire = thinwire.attach(net, fast("int4/128+ef", "int8/256+ef"), shadow=shadow)
-        see, seen = wire.climber.see, {}
+        handle = thinwire.attach(net, fast("int4/128+ef", "int8/256+ef"), shadow=shadow)
+        see, seen = handle.ladder_state.see, {}
 
         def spy(name, gradient, see=see, seen=seen):
             seen[name] = gradient.clone()
             see(name, gradient)
 
-        wire.climber.see = spy
+        handle.ladder_state.see = spy
         for step in range(3):
             seen.clear()
             found = feed(net, steered(rank, step))
@@ -192,7 +192,7 @@ def ladder_looks(rank, world):
             alike(digest([seen["w0"], seen["w2"]]))
             own = steered(rank, step)
             assert not torch.equal(seen["w0"], own[0])
-        assert all(torch.isfinite(each).all() for each in wire.climber._sums.values())
+        assert all(torch.isfinite(each).all() for each in handle.ladder_state._sums.values())
     return net
 
 
@@ -202,16 +202,16 @@ def epochs(rank, world):
     rules = Policy("epochs", (*SMALL, Rule("onebit/512+ef", last_epoch=0), Rule("int8/256+ef", last_epoch=1),
                               Rule("fp32", "two_shot")))  # fmt: skip
     net, books = bag(SHAPES), Books(SHAPES)
-    wire = thinwire.attach(net, rules)
+    handle = thinwire.attach(net, rules)
     for epoch, codec in enumerate(("onebit/512+ef", "int8/256+ef", "fp32", "fp32")):
-        wire.set_epoch(epoch)
+        handle.set_epoch(epoch)
         for step in range(2):
             books.step(net, rank, 2 * epoch + step)
-        assert wire.stats()["layers"]["w0"]["codec"] == codec
+        assert handle.stats()["layers"]["w0"]["codec"] == codec
         again = thinwire.attach(bag(SHAPES), rules)
-        again.load_state_dict(saved(wire.state_dict()))
+        again.load_state_dict(saved(handle.state_dict()))
         assert again.epoch == epoch
-    books.check(wire, "epochs", owes=False)
+    books.check(handle, "epochs", owes=False)
     return net
 
 
@@ -221,16 +221,16 @@ def resharded(rank, world):
     group = dist.new_group(list(range(half)))
     for name in ("onebit", "int4", "mstopk", "powersgd", "onebit/column+ef"):
         wide = bag(SHAPES)
-        wire = thinwire.attach(wide, name)
+        handle = thinwire.attach(wide, name)
         books = Books(SHAPES)
         for step in range(3):
             books.step(wide, rank, step)
-        found = everyone(saved(wire.state_dict()))
-        owed = everyone(debts(wire, SHAPES))
-        one = saved(reshard(found, wire.shapes))
+        found = everyone(saved(handle.state_dict()))
+        owed = everyone(debts(handle, SHAPES))
+        one = saved(reshard(found, handle.shapes))
         for i, key in enumerate(("w0", "w1", "w2")):
             whole = mean([each[i] for each in owed])
-            there = one["debts"].get(key, torch.zeros(SHAPES[i])).double()
+            there = one["pending"].get(key, torch.zeros(SHAPES[i])).double()
             torch.testing.assert_close(there, whole, rtol=1e-5, atol=1e-5)
         if rank < half:
             narrow = bag(SHAPES, process_group=group)
@@ -247,44 +247,44 @@ def resharded(rank, world):
             kept = shares = None
         kept, shares = everyone(kept)[0], everyone(shares)[0]
         again = bag(SHAPES)
-        wire = thinwire.attach(again, name)
-        wire.load_state_dict(reshard(kept, wire.shapes))
+        handle = thinwire.attach(again, name)
+        handle.load_state_dict(reshard(kept, handle.shapes))
         books = Books(SHAPES)
         books.came = [-each for each in map(mean, zip(*shares, strict=True))]
         for step in range(6, 9):
             books.step(again, rank, step)
-        books.check(wire, f"{name}: more")
+        books.check(handle, f"{name}: more")
         alike(digest([parameter.grad for parameter in again.parameters()]))
-    wrong_states(found, wire)
+    wrong_states(found, handle)
     return again
 
 
-def wrong_states(found, wire):
+def wrong_states(found, handle):
     """What reshard and load_state_dict say of states that do not fit."""
-    shapes = wire.shapes
+    shapes = handle.shapes
     raises(InputError, "all ranks, each once", reshard, found[1:], shapes)
     raises(InputError, "all ranks, each once", reshard, [found[0]] * len(found), shapes)
-    raises(InputError, "needed", reshard, [], shapes)
+    raises(InputError, "all ranks, each once", reshard, [], shapes)
     mixed = [*found[:-1], {**found[-1], "step": 99}]
     raises(InputError, "not of one run", reshard, mixed, shapes)
-    raises(InputError, "lacks debts", reshard, [{k: v for k, v in each.items() if k != "debts"}
+    raises(InputError, "lacks pending", reshard, [{k: v for k, v in each.items() if k != "pending"}
                                                 for each in found], shapes)  # fmt: skip
     raises(InputError, "w2", reshard, found, {key: each for key, each in shapes.items() if key != "w2"})
     raises(InputError, "w2", reshard, found, {**shapes, "w2": (3, 3)})
-    before = digest(each for each in wire.state_dict()["debts"].values())
-    other = found[(wire.rank + 1) % wire.world]
-    raises(InputError, "each rank loads its own", wire.load_state_dict, other)
-    strange = saved(found[wire.rank])
+    before = digest(each for each in handle.state_dict()["pending"].values())
+    other = found[(handle.rank + 1) % handle.world]
+    raises(InputError, "each rank loads its own", handle.load_state_dict, other)
+    strange = saved(found[handle.rank])
     strange["channels"] = {
         codec: {**held, "residuals": {f"x{slot}": each for slot, each in held["residuals"].items()},
                 "shapes": {f"x{slot}": each for slot, each in held["shapes"].items()}}
         for codec, held in strange["channels"].items()
     }  # fmt: skip
-    raises(InputError, "xw", wire.load_state_dict, strange)
+    raises(InputError, "xw", handle.load_state_dict, strange)
     sized = saved(reshard(found, shapes))
-    sized["debts"]["w0"] = torch.zeros(3)
-    raises(InputError, "w0", wire.load_state_dict, sized)
-    assert digest(each for each in wire.state_dict()["debts"].values()) == before
+    sized["pending"]["w0"] = torch.zeros(3)
+    raises(InputError, "w0", handle.load_state_dict, sized)
+    assert digest(each for each in handle.state_dict()["pending"].values()) == before
 
 
 def goes_on(net, state, chosen, shapes, rank):
@@ -295,11 +295,11 @@ def goes_on(net, state, chosen, shapes, rank):
     nets = [bag(shapes, decay=0.1) for _ in range(2)]
     for each, name in zip(nets, ("auto", chosen), strict=True):
         each.load_state_dict(net.state_dict())
-        wire = thinwire.attach(each, name)
-        wire.load_state_dict(state)
-        assert wire.policy == policy.get(chosen)
-        assert name == chosen or wire.stats()["auto"]["settled"]
-        go(each, shapes, rank, 3, wire.step)
+        handle = thinwire.attach(each, name)
+        handle.load_state_dict(state)
+        assert handle.policy == policy.get(chosen)
+        assert name == chosen or handle.stats()["auto"]["settled"]
+        go(each, shapes, rank, 3, handle.step)
     equal(*nets, f"auto keeps {chosen}")
     alike(digest(nets[0].parameters()))
 
@@ -308,12 +308,12 @@ def auto(rank, world):
     """It settles on every rank alike, says why, and a resumed run does not measure again."""
     shapes = [(300, 100), (50,), (200, 200)]
     net = bag(shapes, decay=0.1)
-    wire = thinwire.attach(net, "auto")
+    handle = thinwire.attach(net, "auto")
     steps = 0
-    while not wire.stats()["auto"]["settled"] and steps < 60:
+    while not handle.stats()["auto"]["settled"] and steps < 60:
         go(net, shapes, rank, 1, steps)
         steps += 1
-    found = wire.stats()["auto"]
+    found = handle.stats()["auto"]
     assert found["settled"], found
     alike((found["chosen"], steps, digest(net.parameters())))
     for key in ("fp32_step_s", "predicted_step_s", "measured_step_s", "budget", "candidates"):
@@ -322,11 +322,11 @@ def auto(rank, world):
         found
     )  # nothing else may promise a gain
     assert found["chosen"] in [each["codec"] for each in found["candidates"]]
-    assert wire.policy == policy.get(found["chosen"])
-    kept = saved(wire.state_dict())
+    assert handle.policy == policy.get(found["chosen"])
+    kept = saved(handle.state_dict())
     goes_on(net, kept, found["chosen"], shapes, rank)
     for name in CANDIDATES:  # whatever a machine's timing might have led to
-        blank = {"channels": {}, "routes": {}, "debts": {}, "auto": {**kept["auto"], "chosen": name}}
+        blank = {"channels": {}, "routes": {}, "pending": {}, "auto": {**kept["auto"], "chosen": name}}
         goes_on(net, {**kept, **blank, "policy": policy.get(name).to_toml()}, name, shapes, rank)
     for stop in (3, 8):  # in the middle of measuring: it begins again, or goes on
         early = bag(shapes)
@@ -348,15 +348,15 @@ def one_rank(rank, world):
     shapes = [(120, 100), (20,)]
     for name in (*policy.RECIPES, "auto", "noop", "topk/0.01+ef"):
         net = bag(shapes, process_group=groups[rank])
-        wire = thinwire.attach(net, name, shadow=2)
+        handle = thinwire.attach(net, name, shadow=2)
         for step in range(8 if name == "auto" else 2):
             gradients = wanted(shapes, rank, step)
             equal(feed(net, gradients), gradients, name)
-        found = wire.stats()
+        found = handle.stats()
         assert (found["world"], found["sent_nbytes"], found["ratio"]) == (1, 0, 1.0)
         again = thinwire.attach(bag(shapes, process_group=groups[rank]), name)
-        again.load_state_dict(saved(wire.state_dict()))
-    assert wire.rank == 0
+        again.load_state_dict(saved(handle.state_dict()))
+    assert handle.rank == 0
     net = model(process_group=groups[rank])
     thinwire.attach(net, "int8", double_buffer=True)
     train(net, rank, 3)

@@ -15,15 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire import hooks, integrations, policy
 from thinwire.errors import InputError
+from thinwire.runtimes.runtime import runtime_of
 
 SHAPES = [(120, 100), (50,), (30, 20), (101, 130)]
+CPU = torch.device("cpu")
 
 
 def plain_hook(rank, world):
     """`hooks.get` does what attach does; without the network tensors are numbered, and runs resume."""
     del world
     unused, _ = hooks.get("auto", error_budget=0.5)
-    assert unused.pilot.choice.budget == 0.5
+    assert unused.auto.choice.budget == 0.5
     assert unused.stats()["uncompressed"] == {
         "tensors": 0, "share_of_tensors": 0.0, "share_of_bytes": 0.0, "why": {},
     }  # fmt: skip
@@ -60,13 +62,41 @@ def buckets(rank, world):
         found = []
         for cap in (0.01, 0.1, 25) if name in ("int8", "int4", "onebit") else (0.01, 25):
             net = bag(shapes, decay=0.1, bucket_cap_mb=cap)
-            wire = thinwire.attach(net, name)
+            handle = thinwire.attach(net, name)
             found.append(go(net, shapes, rank, 3))
-            layers = wire.stats()["layers"]
+            layers = handle.stats()["layers"]
             if world == 4 and name in ("int8", "int4", "onebit"):
                 assert [layers[each]["schedule"] for each in ("w0", "w2")] == ["one_shot", "two_shot"]
         equal(found[0], found[1], f"{name}: 0.01 and more MB")
         equal(found[0], found[-1], f"{name}: 0.01 and 25 MB")
+    return found[0]
+
+
+def shared_calls(rank, world):
+    """Buckets whose wires are small share calls, where a runtime asks for it: fewer calls, the same bits."""
+    shapes, here = [(120, 100), (50,), (30, 20), (101, 130), (1300, 70), (40, 40)], runtime_of(None, CPU)
+    for name in ("int8", "int4", "aps8", "qsgd4", "onebit", "dct-topk", "powersgd", "onebit/column+ef"):
+        found, calls, sent = [], [], []
+        for least_nbytes in (0, 60_000, 1 << 30):
+            here.load_nbytes = least_nbytes
+            net = bag(shapes, decay=0.1, bucket_cap_mb=0.01)
+            handle = thinwire.attach(net, name, shadow=2)
+            go(net, shapes, rank, 2)
+            first = here.number
+            go(net, shapes, rank, 1, first=2)
+            calls.append(here.number - first)
+            state = saved(handle.state_dict())
+            sent.append(handle.sent_nbytes)
+            handle = thinwire.attach(net, name, shadow=2)
+            handle.load_state_dict(state)
+            found.append(go(net, shapes, rank, 2, first=3))
+            assert len(handle.stats()["layers"]) == len(shapes)
+        here.load_nbytes = 0
+        assert calls[0] > calls[1] >= calls[2], f"{name}: {calls}"
+        assert len(set(sent)) == 1, f"{name}: {sent}"
+        if world == 2 or name != "powersgd":  # of more ranks the network adds up, in an order of its own
+            equal(found[0], found[1], f"{name}: some buckets share calls")
+            equal(found[0], found[2], f"{name}: all buckets share a call")
     return found[0]
 
 
@@ -126,7 +156,7 @@ def ddp_options(rank, world):
         parts(*micro[2]).backward()
         feed(whole, [a + b + c for a, b, c in zip(*micro, strict=True)])
         equal([p.grad for p in parts.parameters()], [p.grad for p in whole.parameters()], f"step {step}")
-    assert [wire.stats()["steps"] for wire in wires] == [3, 3]
+    assert [handle.stats()["steps"] for handle in wires] == [3, 3]
     assert wires[0].sent_nbytes == wires[1].sent_nbytes
     return nets[0]
 
@@ -157,7 +187,7 @@ def odd_models(rank, world):
         for options in ({}, {"double_buffer": True, "shadow": 1}):
             torch.manual_seed(0)
             net = DistributedDataParallel(Odd(), gradient_as_bucket_view=bool(options))
-            wire = thinwire.attach(net, policy.Policy("all", (policy.Rule(name),)), **options)
+            handle = thinwire.attach(net, policy.Policy("all", (policy.Rule(name),)), **options)
             for step in range(3):
                 made = torch.Generator().manual_seed(100 * step + rank)
                 x, y = torch.randn(4, 16, 5, 5, generator=made), torch.randn(4, 40, generator=made).bfloat16()
@@ -167,11 +197,11 @@ def odd_models(rank, world):
                     for parameter in net.parameters():
                         if parameter.grad is not None:
                             parameter -= 0.01 * parameter.grad
-            layers = wire.stats()["layers"]
+            layers = handle.stats()["layers"]
             assert set(layers) == {"conv.weight", "conv.bias", "scalar", "single", "empty", "table.weight"}
             assert all(parameter.isfinite().all() for parameter in net.parameters()), name
             alike([digest([parameter.detach().float()]) for parameter in net.parameters()])
-            wire.load_state_dict(saved(wire.state_dict()))
+            handle.load_state_dict(saved(handle.state_dict()))
     return None
 
 
@@ -179,10 +209,10 @@ def joined(rank, world):
     """Ranks with fewer batches join, and all go on together."""
     for name in ("int8", "onebit", "powersgd", "fp32"):
         net = model()
-        wire = thinwire.attach(net, name)
+        handle = thinwire.attach(net, name)
         with net.join():
             train(net, rank, 2 + rank)
-        assert wire.step == 1 + world, wire.step
+        assert handle.step == 1 + world, handle.step
         train(net, rank, 2)
         alike(sum(parameter.double().sum().item() for parameter in net.parameters()))
     return net
@@ -219,9 +249,9 @@ def compiled(rank, world):
     equal(plain, inside, "DDP of a compiled network")
     equal(plain, outside, "compiled DDP")
     names = [name for name, _ in Net().named_parameters()]
-    for wire in wires:
-        assert list(wire.stats()["layers"]) == names
-        assert wire.stats()["steps"] == 3
+    for handle in wires:
+        assert list(handle.stats()["layers"]) == names
+        assert handle.stats()["steps"] == 3
     return inside
 
 
@@ -250,9 +280,9 @@ def several(rank, world):
     groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))]
     mine = groups[rank >= half]
     net = bag(SHAPES, process_group=mine)
-    wire = thinwire.attach(net, "onebit" if rank < half else "int8")
+    handle = thinwire.attach(net, "onebit" if rank < half else "int8")
     go(net, SHAPES, rank, 3)
-    assert (wire.world, wire.rank) == (half, rank % half)
+    assert (handle.world, handle.rank) == (half, rank % half)
     alike(net.module.w0.double().sum().item(), mine)
     assert world == 2 or len({each.item() for each in everyone(net.module.w0.detach().sum())}) == 2
     return together[1]
@@ -291,13 +321,13 @@ def attached_again(rank, world):
 
 
 def optimizer_states(rank, world):
-    """The state of a wire is plain: it can be loaded with weights_only, and twice."""
+    """The state of a handle is plain: it can be loaded with weights_only, and twice."""
     del world
     net = model()
-    wire = thinwire.attach(net, "onebit")
+    handle = thinwire.attach(net, "onebit")
     train(net, rank, 2)
     room = io.BytesIO()
-    torch.save(wire.state_dict(), room)
+    torch.save(handle.state_dict(), room)
     loaded = [torch.load(io.BytesIO(room.getvalue()), weights_only=True) for _ in range(2)]
     nets = [model(), model()]
     for other, state in zip(nets, loaded, strict=True):
@@ -311,6 +341,6 @@ def optimizer_states(rank, world):
 
 
 CHECKS = (
-    plain_hook, buckets, odd_models, unused, ddp_options, joined, clipped, compiled, several, attached_again,
-    optimizer_states,
+    plain_hook, buckets, shared_calls, odd_models, unused, ddp_options, joined, clipped, compiled, several,
+    attached_again, optimizer_states,
 )  # fmt: skip

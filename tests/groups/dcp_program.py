@@ -17,33 +17,33 @@ from torch.distributed import checkpoint as dcp
 
 import thinwire
 from thinwire.integrations import load_sharded, sharded_state
-from thinwire.integrations.state import all_debts
+from thinwire.integrations.checkpoint import gradient_residuals
 
 TIMEOUT_S = 30
 
 
-def owed(wire):
+def owed(handle):
     """What this rank owes of its largest tensor."""
-    return all_debts(wire.state_dict(), wire.shapes)["middle.weight"]
+    return gradient_residuals(handle.state_dict(), handle.shapes)["middle.weight"]
 
 
 def main(rank, world, place, task, folder):
     join(rank, world, place, TIMEOUT_S)
     warnings.simplefilter("ignore")  # of torch's own, about its own functions
     net = model()
-    wire = thinwire.attach(net, "onebit")
+    handle = thinwire.attach(net, "onebit")
     if task == "save":
         train(net, rank, 3)
-        dcp.save({"model": net.state_dict(), "wire": sharded_state(wire)}, checkpoint_id=folder)
+        dcp.save({"model": net.state_dict(), "thinwire": sharded_state(handle)}, checkpoint_id=folder)
     else:
         dcp.load({"model": net.state_dict()}, checkpoint_id=folder)
-        load_sharded(wire, folder)
-    debts = owed(wire)
+        load_sharded(handle, folder)
+    debts = owed(handle)
     mean = debts.clone()
     dist.all_reduce(mean)
     mean /= world
-    facts = {"step": wire.step, "digest": digest([debts]), "mean": mean.double().norm().item()}
-    train(net, rank, 2, first=wire.step)
+    facts = {"step": handle.step, "digest": digest([debts]), "mean": mean.double().norm().item()}
+    train(net, rank, 2, first=handle.step)
     report(rank=rank, **facts, after=digest(net.parameters()))
     torch.save(mean, f"{folder}-mean-{task}-{world}-{rank}.pt")
     dist.destroy_process_group()

@@ -71,11 +71,11 @@ def compiled():
 def recipe(name):
     def check(rank, world):
         net = model()
-        wire = thinwire.attach(net, name)
+        handle = thinwire.attach(net, name)
         loops = compiled()
         losses = train(net, rank, STEPS)
         assert compiled() == loops, "a step had to load or compile loops"
-        stats = wire.stats()
+        stats = handle.stats()
         assert stats["steps"] == STEPS
         assert sum(losses[-10:]) < 8 * losses[0], losses
         assert stats["sent_nbytes"] <= stats["fp32_nbytes"] + 64 * STEPS or name in ("aps8", "aps8-e4m3"), (
@@ -124,12 +124,12 @@ def accumulation(rank, world):
     """Nothing is sent under no_sync, and nothing is counted."""
     del world
     net = model()
-    wire = thinwire.attach(net, "int8")
+    handle = thinwire.attach(net, "int8")
     with net.no_sync():
         net(batch(rank, 0)[0]).sum().backward()
-    assert wire.stats()["sent_nbytes"] == 0
+    assert handle.stats()["sent_nbytes"] == 0
     net(batch(rank, 1)[0]).sum().backward()
-    assert wire.stats()["steps"] == 1
+    assert handle.stats()["steps"] == 1
     train(net, rank, 2)
     return net
 
@@ -139,13 +139,13 @@ def resumed(rank, world):
     del world
     whole, first = model(), model()
     thinwire.attach(whole, "onebit")
-    wire = thinwire.attach(first, "onebit")
+    handle = thinwire.attach(first, "onebit")
     train_with(whole, torch.optim.SGD(whole.parameters(), 0.1, momentum=0.9), rank, 0, 6)
     saved = io.BytesIO()
     optimizer = torch.optim.SGD(first.parameters(), 0.1, momentum=0.9)
     train_with(first, optimizer, rank, 0, 3)
     torch.save(
-        {"model": first.state_dict(), "optim": optimizer.state_dict(), "wire": wire.state_dict()}, saved
+        {"model": first.state_dict(), "optim": optimizer.state_dict(), "wire": handle.state_dict()}, saved
     )
     saved.seek(0)
     state = torch.load(saved, weights_only=True)
@@ -171,17 +171,17 @@ def train_with(net, optimizer, rank, first, steps):
 def foreign_states(rank, world):
     del rank
     net = model()
-    wire = thinwire.attach(net, "onebit")
-    raises(InputError, "no state of thinwire.attach", wire.load_state_dict, {})
-    raises(InputError, "damaged", wire.load_state_dict, {**wire.state_dict(), "debts": 1})
-    raises(InputError, "version 9", wire.load_state_dict, {**wire.state_dict(), "version": 9})
-    other = {**wire.state_dict(), "policy": "name = 'x'"}
-    raises(InputError, "another policy", wire.load_state_dict, other)
+    handle = thinwire.attach(net, "onebit")
+    raises(InputError, "no state of thinwire.attach", handle.load_state_dict, {})
+    raises(InputError, "damaged", handle.load_state_dict, {**handle.state_dict(), "pending": 1})
+    raises(InputError, "version 9", handle.load_state_dict, {**handle.state_dict(), "version": 9})
+    other = {**handle.state_dict(), "policy": "name = 'x'"}
+    raises(InputError, "another policy", handle.load_state_dict, other)
     raises(
         InputError,
         f"of {world}: each rank loads its own",
-        wire.load_state_dict,
-        {**wire.state_dict(), "world": 99},
+        handle.load_state_dict,
+        {**handle.state_dict(), "world": 99},
     )
     raises(InputError, "DistributedDataParallel", thinwire.attach, Net())
     raises(PolicyError, "did you mean 'int8'", thinwire.attach, model(), "intt8")

@@ -30,7 +30,7 @@ import thinwire.collectives  # before ranks are forked
 import thinwire.integrations
 from thinwire.errors import CommError, Disagreement, InputError, UnknownCodecError
 from thinwire.integrations.run import plain
-from thinwire.runtimes import gloo_line, local
+from thinwire.runtimes import gloo_runtime, local
 
 TIMEOUT_S = 7  #: long enough for groups to form while thirty processes share two cores
 TIMEOUT = timedelta(seconds=TIMEOUT_S)
@@ -139,7 +139,7 @@ def late_to_a_sum(rank, world):
 def killed_before_a_sum(rank, world):
     """When ranks have agreed on the first sum, and are about to connect for it."""
     if rank == 2:
-        gloo_line._sums = lambda _: die()
+        gloo_runtime._sums = lambda _: die()
     said = raises(CommError, "all_reduce of 999", good, world, codec="fp32")
     assert re.search(r"no word from rank (\d, )*2", said), said
     raises(CommError, "no call can follow", good, world)
@@ -609,9 +609,9 @@ def refused(rank, world):
         raises(InputError, text, thinwire.all_reduce, x, "int8/256")
     for name in (None, 3, [["a"]], {"a": 1}, [3], b"x", []):
         for codec in ("int8/256", thinwire.Channel("onebit/64+ef")):
-            raises(InputError, "name is a text", thinwire.all_reduce, torch.ones(4), codec, name=name)
-        raises(InputError, "name is a text", thinwire.broadcast, torch.ones(4), 0, "fp32", name=name)
-    raises(UnknownCodecError, "a codec is asked for by a spec", thinwire.all_reduce, torch.ones(4), [])
+            raises(InputError, "name must be a string", thinwire.all_reduce, torch.ones(4), codec, name=name)
+        raises(InputError, "name must be a string", thinwire.broadcast, torch.ones(4), 0, "fp32", name=name)
+    raises(UnknownCodecError, "a codec must be a spec", thinwire.all_reduce, torch.ones(4), [])
     raises(InputError, "got NoneType", thinwire.all_gather, None, torch.ones(3), "fp32")
     exchange = partial(thinwire.all_to_all, torch.ones(4), torch.ones(4), "fp32", None)
     for sizes in ((2.0, 2.0, 0.0), "abc", 4, [-1, 4, 1], [4], [None] * 3):
@@ -666,7 +666,7 @@ def reused(rank, world):
         assert found
     channel, x = thinwire.Channel("onebit/64+ef"), torch.ones(999)
     thinwire.all_reduce(x, channel, schedule="two_shot")
-    text = ["owes something to two_shot, but is sent by ring", OTHER]
+    text = ["has a residual of schedule two_shot, which ring would not send", OTHER]
     raises(InputError, text, thinwire.all_reduce, x, channel, schedule="ring")
     good(world)
     thinwire.all_reduce(x, channel, schedule="two_shot")

@@ -45,7 +45,7 @@ def specs(world):
     """Schedules for so many ranks: nodes are of as many ranks as divide the world."""
     node = max(each for each in range(1, max(world // 2, 1) + 1) if world % each == 0)
     for spec in SCHEDULES:
-        if get_schedule(spec).inside == 1:
+        if get_schedule(spec).ranks_per_node == 1:
             yield spec
         else:
             name, _, option = spec.partition("/")
@@ -89,7 +89,7 @@ def checks(world, full=False):
         found[name] = functools.partial(bits, spec, codec, shape=(BIG,), waits=waits)
     for each in (
         mean, strided, bucket, buckets, auto, nodes, subgroups, scattered, gathered, exchanged, owed,
-        broadcasts, letters, noise, twins, guests, work, own_group_of_one, again, own_codecs,
+        broadcasts, message_counts, noise, twins, guests, work, own_group_of_one, again, own_codecs,
     ):  # fmt: skip
         found[each.__name__] = each
     return found
@@ -132,7 +132,13 @@ def bits(spec, codec, rank, world, shape=SHAPE, dtype=torch.float32, *, waits=Tr
     if rank == 0:
         for step, each in enumerate(inputs):
             scale = max(x.double().norm().item() for x in each) or 1.0
-            local.all_reduce(each, everyone, schedule=spec, rng=Stream(1, step=step), inside=plan.inside or 1)
+            local.all_reduce(
+                each,
+                everyone,
+                schedule=spec,
+                rng=Stream(1, step=step),
+                ranks_per_node=plan.ranks_per_node or 1,
+            )
             same(found[step : step + 1], each[:1], near if world > 2 else 0.0, scale)
     return found
 
@@ -344,12 +350,12 @@ def broadcasts(rank, world):
     return found
 
 
-def letters(rank, world):
+def message_counts(rank, world):
     """Messages around a ring, past an outstanding call; several to one rank; both ways at once."""
     if world == 1:
         return
     right, left = (rank + 1) % world, (rank - 1) % world
-    parts = made(world, "letters")
+    parts = made(world, "message_counts")
     x, got = torch.ones(5), [torch.zeros(SHAPE) for _ in range(20)]
     if rank != 0:
         work = thinwire.all_reduce(x, "int8/256", async_op=True)

@@ -19,7 +19,7 @@ from thinwire.codecs import CODECS
 from thinwire.errors import CommError, Disagreement, InputError
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments, job, local, mpi
-from thinwire.schedules import SCHEDULES, AllGather, moves
+from thinwire.schedules import SCHEDULES, AllGather, collectives
 
 SHAPE = 17, 59  # an odd number of elements, and a matrix for those who see one
 PIECES = job.PIECE * 6 + 77  # more than are in flight at a time
@@ -29,7 +29,7 @@ COVERING = "fp32", "bf16", "int8/256", "qsgd4/512", "aps/e5m2", "topk/0.01+ef", 
 def grid(world):
     """Pairs of a schedule and a codec that go together; with four ranks only schedules of two levels."""
     for spec, schedule in SCHEDULES.items():
-        if world % schedule.inside == 0 and (world < 4 or schedule.inside > 1):
+        if world % schedule.ranks_per_node == 0 and (world < 4 or schedule.ranks_per_node > 1):
             can = (name for name, codec in CODECS.items() if not schedule.refuses(codec.for_shape(SHAPE)))
             yield from ((spec, codec) for codec in can)
 
@@ -47,7 +47,18 @@ def checks(world):
     for spec in ("native", "two_shot", "ring", "hierarchical"):
         codec = "fp16" if spec == "native" else "int8/256"
         found[f"{spec} {codec} pieces"] = functools.partial(bits, spec, codec, shape=(PIECES,))
-    for each in (bucket, mean, as_group, moved, letters, strangers, disagreement, failure, freed, refusals):
+    for each in (
+        bucket,
+        mean,
+        as_group,
+        moved,
+        message_counts,
+        strangers,
+        disagreement,
+        failure,
+        freed,
+        refusals,
+    ):
         found[each.__name__] = each
     return found
 
@@ -69,7 +80,7 @@ def bits(spec, codec, comm, shape=SHAPE, dtype=torch.float32):
         mpi.all_reduce(x, own, comm=comm, schedule=spec, rng=rng)
         inside = world if spec == "hierarchical" else 1
         if comm.rank == 0:
-            local.all_reduce(expected, all_of_them, schedule=spec, rng=rng, inside=inside)
+            local.all_reduce(expected, all_of_them, schedule=spec, rng=rng, ranks_per_node=inside)
         same(x, expected[0] if comm.rank == 0 else None, comm, near if world > 2 else 0.0)
 
 
@@ -128,21 +139,24 @@ def moved(comm):
 
     def jobs_of(rank, wanted):
         here = local.Rank(rank, comm.size)
-        seat = arguments.plain_seat(here, "int8/256", "tensor", None)
+        context = arguments.plain_seat(here, "int8/256", "tensor", None)
         call = job.Call(wanted, "int8/256", (), "float32")
         came = [torch.zeros(row[rank]) for row in sizes]
         whole, even = made(comm.size, "whole")[rank].view(-1), [torch.zeros(17 * 59) for _ in sizes]
         steps, out = {
-            "all_to_all": lambda: (moves.all_to_all(sent[rank], came, seat), came),
-            "reduce_scatter": lambda: (moves.reduce_scatter([whole] * comm.size, even[0], seat), even[:1]),
-            "all_gather": lambda: (moves.all_gather(whole, even, seat), even),
-            "broadcast": lambda: (moves.broadcast(whole, seat, comm.size - 1), [whole]),
+            "all_to_all": lambda: (collectives.all_to_all(sent[rank], came, context), came),
+            "reduce_scatter": lambda: (
+                collectives.reduce_scatter([whole] * comm.size, even[0], context),
+                even[:1],
+            ),
+            "all_gather": lambda: (collectives.all_gather(whole, even, context), even),
+            "broadcast": lambda: (collectives.broadcast(whole, context, comm.size - 1), [whole]),
         }[wanted]()
         return job.single(call, lambda buffers: steps, torch.device("cpu")), out  # noqa: ARG005
 
     for wanted in ("all_to_all", "reduce_scatter", "all_gather", "broadcast"):
         mine, found = jobs_of(comm.rank, wanted)
-        mpi.line(comm, torch.device("cpu")).run(mine)
+        mpi.runtime_of(comm, torch.device("cpu")).run(mine)
         everyone = [jobs_of(rank, wanted) for rank in range(comm.size)]
         local.run([each for each, _ in everyone])
         good = all(map(torch.equal, found, everyone[comm.rank][1]))
@@ -152,16 +166,16 @@ def moved(comm):
 def letter(comm, numel, codec="bf16", *, sends):
     """A message from the first rank to the last, or its arrival."""
     x, last = made(1, "letter", (numel,))[0], comm.size - 1
-    seat = arguments.plain_seat(local.Rank(comm.rank, comm.size), codec, "tensor", None)
+    context = arguments.plain_seat(local.Rank(comm.rank, comm.size), codec, "tensor", None)
     out = x if sends else torch.zeros(numel)
-    steps = moves.send(out, seat, last) if sends else moves.recv(out, seat, 0)
+    steps = collectives.send(out, context, last) if sends else collectives.recv(out, context, 0)
     call = job.Call("send", codec, (numel,), "float32")
     one = job.single(call, lambda buffers: steps, torch.device("cpu"))  # noqa: ARG005
-    mpi.line(comm, torch.device("cpu")).run_apart(one, 0)
+    mpi.runtime_of(comm, torch.device("cpu")).run_apart(one, 0)
     return x.bfloat16().float().equal(out)
 
 
-def letters(comm):
+def message_counts(comm):
     """Messages between two ranks pass a call of all ranks."""
     x = torch.ones(5)
     if comm.rank == 0:
@@ -184,7 +198,7 @@ def strangers(comm):
             except AssertionError as error:
                 wrong = str(error)
         together(wrong, comm)
-    letters(comm)
+    message_counts(comm)
 
 
 def disagreement(comm):
@@ -213,7 +227,7 @@ def failure(comm):
         raise ZeroDivisionError("on all ranks")
 
     call = job.Call("nothing", "fp32", (1,), "float32")
-    line = mpi.line(own, torch.device("cpu"))
+    line = mpi.runtime_of(own, torch.device("cpu"))
     raises(ZeroDivisionError, "on all", line.run, job.single(call, steps, torch.device("cpu")))
     raises(CommError, "on all ranks", mpi.all_reduce, torch.ones(3), "fp32", comm=own)
     own.Free()
@@ -227,18 +241,18 @@ def freed(comm):
         x = torch.ones(300)
         mpi.all_reduce(x, "int8/256", comm=own, schedule=schedule)
         assert x.eq(own.size).all()
-        held = mpi.line(own, torch.device("cpu"))
+        held = mpi.runtime_of(own, torch.device("cpu"))
         own.Free()
         assert "freed" in held.broken
     halves.Free()
 
 
 def refusals(comm):
-    raises(InputError, "host memory", mpi.line, comm, torch.device("cuda"))
+    raises(InputError, "host memory", mpi.runtime_of, comm, torch.device("cuda"))
     raises(
         InputError, "intracommunicator", mpi.all_reduce, torch.ones(3), "fp32", comm=mpi.library().COMM_NULL
     )
-    assert mpi.line(comm, torch.device("cpu")).inside() == comm.size
+    assert mpi.runtime_of(comm, torch.device("cpu")).ranks_per_node() == comm.size
 
 
 def raises(kind, text, function, *args, **options):

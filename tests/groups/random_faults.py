@@ -35,7 +35,7 @@ import thinwire
 from thinwire import codecs, policy
 from thinwire.errors import LabError
 from thinwire.lab import namespaces
-from thinwire.lab.topology import INTERFACE, Plan
+from thinwire.lab.topology import INTERFACE, LabOptions
 from thinwire.runtimes import local
 from thinwire.schedules import get as get_schedule
 
@@ -44,7 +44,7 @@ CODECS = (
     "int8/tensor~shared",
 )  # fmt: skip
 SCHEDULES = (
-    "auto", "native", "one_shot", "two_shot", "ring", "tree", "hierarchical", "hierarchical/1", "sparse",
+    "auto", "native", "one_shot", "two_shot", "ring", "tree", "hierarchical", "hierarchical/1",
     "accumulate/sequential", "low_rank/2",
 )  # fmt: skip
 MOVES = "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send"
@@ -329,7 +329,7 @@ def warm_up():
 
 def hosts_of(jobs, stack):
     """Four hosts for every job; none if this machine cannot make them."""
-    topology = Plan(hosts=4, link="10gbit").topology()
+    topology = LabOptions(hosts=4, link="10gbit").topology()
     try:
         namespaces.require()
     except LabError:

@@ -78,7 +78,7 @@ class Player:
             buckets = [[row[rank] for row in rows] for rank in range(self.world)]
             channels = [Channel(codec) for _ in range(self.world)]
             rng = Stream(self.seed, step=number)
-            how = {"schedule": call["schedule"], "inside": self.world}  # all ranks are on one machine
+            how = {"schedule": call["schedule"], "ranks_per_node": self.world}  # all ranks are on one machine
             local.all_reduce(buckets, channels, call["reduction"], rng=rng, **how)
             return buckets[0]
         if codecs.get(codec).needs_rng:

@@ -28,12 +28,12 @@ def test_residuals_go_through_a_distributed_checkpoint(said, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_without_a_wire_says_so(tmp_path):
+def test_a_checkpoint_without_a_state_says_so(tmp_path):
     from torch.distributed import checkpoint as dcp
 
     from thinwire import InputError, hooks
     from thinwire.integrations import load_sharded
 
     dcp.save({"model": {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    with pytest.raises(InputError, match="no wire's state under 'wire'"):
+    with pytest.raises(InputError, match="no state of thinwire under 'thinwire'"):
         load_sharded(hooks.get("onebit")[0], tmp_path / "saved")

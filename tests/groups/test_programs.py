@@ -32,7 +32,7 @@ CODECS = (
 )  # fmt: skip
 SCHEDULES = (
     "auto", "native", "one_shot", "two_shot", "ring", "tree", "hierarchical", "hierarchical/3",
-    "hierarchical/1", "hierarchical/3:int8/256", "sparse", "accumulate/sequential", "low_rank/2",
+    "hierarchical/1", "hierarchical/3:int8/256", "accumulate/sequential", "low_rank/2",
 )  # fmt: skip
 DTYPES = "float32", "bfloat16", "float16"
 MOVES = "broadcast", "all_gather", "reduce_scatter", "all_to_all"

@@ -17,9 +17,10 @@ from thinwire import cli, data
 from thinwire.errors import InputError, LabError
 from thinwire.integrations.auto import MOST
 from thinwire.lab import namespaces
-from thinwire.study import Record, Trial, convergence, demo, networks
+from thinwire.study import Record, Trial, convergence, demo
 from thinwire.study.run import Progress, command, run, seconds_left
 from thinwire.study.store import Store
+from thinwire.zoo import small
 
 TRIAL = Trial("test", "digits", "mlp", "int8", 0, 2, "loopback", 12, 32, 0.05)
 WALL_S = 120
@@ -199,25 +200,23 @@ def test_links_have_labs_of_their_own(store, monkeypatch):
 
 def test_networks_say_what_they_are_for():
     text, picture = (64,), (1, 8, 8)
-    for name in networks.NETWORKS:
+    for name in small.NETWORKS:
         with pytest.raises(InputError, match=r"is for (texts|images); this data takes one of"):
-            networks.get(name, picture if name in networks.TEXTS else text, 10)
-    count = sum(each.numel() for each in networks.get("gpt", text, 256).parameters())
+            small.get(name, picture if name in small.TEXTS else text, 10)
+    count = sum(each.numel() for each in small.get("gpt", text, 256).parameters())
     assert 29e6 < count < 31e6
 
 
 def test_convolutions_before_a_norm_have_no_bias():
     for name in ("resnet8", "resnet18"):
-        found = [
-            each for each in networks.get(name, (3, 32, 32), 10).modules() if isinstance(each, nn.Conv2d)
-        ]
+        found = [each for each in small.get(name, (3, 32, 32), 10).modules() if isinstance(each, nn.Conv2d)]
         assert len(found) > 8
         assert all(each.bias is None for each in found)
 
 
 def test_a_network_for_texts_does_not_look_ahead():
     torch.manual_seed(0)
-    net = networks.get("gpt-small", (64,), 256)
+    net = small.get("gpt-small", (64,), 256)
     x = torch.randint(256, (2, 64))
     later = x.clone()
     later[:, 40:] = 0

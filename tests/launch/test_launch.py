@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 import thinwire
 from thinwire import cli
 from thinwire.errors import InputError, LabError, LaunchError, PolicyError
-from thinwire.integrations import launch as library
-from thinwire.integrations import launched, status
+from thinwire.integrations import job_status, launch_worker
+from thinwire.integrations import launcher as library
 from thinwire.lab import Lab
 
 FOLDER = Path(__file__).parent
@@ -66,20 +66,20 @@ def test_a_main_with_train_and_validate(launch, runtime):
     assert "Acc@1" in ended.out
     (path,) = runtime.iterdir()
     assert path.name.startswith("digits_main-")
-    assert status.read(path)["state"] == "finished"
+    assert job_status.read(path)["state"] == "finished"
 
 
 def test_gradient_accumulation_while_somebody_watches(begin, finish, tmp_path):
-    path = tmp_path / "status.json"
+    path = tmp_path / "job_status.json"
     started = begin("-m", "thinwire", "launch", *TWO, "--status", path, SCRIPTS / "gpt_train.py")
     end, found = time.monotonic() + 60, {}
     while time.monotonic() < end and started.poll() is None and not (found and found["models"]):
-        found = status.read(path)
+        found = job_status.read(path)
         time.sleep(0.05)
     watched = json.loads(CliRunner().invoke(cli.app, ["watch", str(path), "--once", "--json"]).stdout)
     assert (watched["state"], watched["world"], watched["codec"]) == ("running", 2, "int8")
     check_training(finish(started))
-    (model,) = status.read(path)["models"]
+    (model,) = job_status.read(path)["models"]
     assert model["steps"] == 30
     assert model["ratio"] > 2
     shown = CliRunner().invoke(cli.app, ["watch", str(path), "--once"]).stdout
@@ -123,7 +123,7 @@ def test_modules_run_the_scripts_own_hook_wins_and_exit_codes_pass_through(launc
     assert ended.code == 7
     assert re.search(r"thinwire: rank \d failed first, with exit code 7", ended.err)
     (path,) = runtime.iterdir()
-    found = status.read(path)
+    found = job_status.read(path)
     assert (found["state"], found["exit_code"], len(found["models"])) == ("failed", 7, 2)
 
 
@@ -156,7 +156,7 @@ def worker(monkeypatch):
     for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         monkeypatch.setattr(module, "start_processes", lambda *words, **_: started.append(words))
     said = []
-    models = launched.Models(library.Job(__file__), said.append)
+    models = launch_worker.Models(library.Job(__file__), said.append)
     models.install()
     return models, said, started
 
@@ -164,28 +164,28 @@ def worker(monkeypatch):
 def test_processes_that_a_script_starts_are_out_of_reach(worker, monkeypatch):
     """And do not wait for a store that torchrun does not have for them."""
     models, said, started = worker
-    monkeypatch.setenv(launched.AGENT_STORE, "True")
+    monkeypatch.setenv(launch_worker.AGENT_STORE, "True")
     torch.multiprocessing.spawn(print, args=(5,), nprocs=2)
     assert started[0][:3] == (print, (5,), 2)
     assert "thinwire launch --nproc-per-node 2" in said[0]
     assert "thinwire.attach(model, 'int8')" in said[0]
-    assert launched.AGENT_STORE not in os.environ
+    assert launch_worker.AGENT_STORE not in os.environ
     torch.multiprocessing.start_processes(print, nprocs=3, start_method="fork")
     assert "thinwire launch --nproc-per-node 3" in said[1]
-    assert models.summary() == f"thinwire: nothing was attached: {launched.SPAWNED}"
+    assert models.summary() == f"thinwire: nothing was attached: {launch_worker.SPAWNED}"
 
 
 def test_processes_of_multiprocessing_do_not_see_the_launchers_store(monkeypatch):
     """They would wait for it for ever; the script's own process keeps it."""
     seen = []
     monkeypatch.setattr(
-        launched.BaseProcess, "start", lambda _: seen.append(launched.AGENT_STORE in os.environ)
+        launch_worker.BaseProcess, "start", lambda _: seen.append(launch_worker.AGENT_STORE in os.environ)
     )
-    monkeypatch.setenv(launched.AGENT_STORE, "True")
-    launched._hide_store_from_children()
+    monkeypatch.setenv(launch_worker.AGENT_STORE, "True")
+    launch_worker._hide_store_from_children()
     multiprocessing.Process(target=print).start()
     assert seen == [False]
-    assert os.environ[launched.AGENT_STORE] == "True"
+    assert os.environ[launch_worker.AGENT_STORE] == "True"
 
 
 def test_models_of_one_script_round_with_random_numbers_of_their_own(worker, monkeypatch):
@@ -196,11 +196,11 @@ def test_models_of_one_script_round_with_random_numbers_of_their_own(worker, mon
 
     def attach(model, codec, *, seed, shadow):
         del codec, shadow
-        models._by_model[model] = launched.Hook(None, print)
+        models._by_model[model] = launch_worker.Hook(None, print)
         models.hooks.append(models._by_model[model])
         seeds.append(seed)
 
-    monkeypatch.setattr(launched, "attach", attach)
+    monkeypatch.setattr(launch_worker, "attach", attach)
     monkeypatch.setattr(dist, "get_world_size", lambda _group: 2)
     for net in (nets := [Net() for _ in range(3)]):
         models.take(net)
@@ -215,12 +215,12 @@ def test_fsdp_is_not_compressed_and_said_at_once(worker):
         net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         for each in (*net, net):
             fully_shard(each, mesh=mesh)
-        assert said == [f"thinwire: {launched.FSDP}: what FSDP sends is not compressed"]
+        assert said == [f"thinwire: {launch_worker.FSDP}: what FSDP sends is not compressed"]
         with pytest.raises(InputError, match="FSDP is not supported: what it sends stays as torch sends it"):
             thinwire.attach(net, "int8")
     finally:
         dist.destroy_process_group()
-    assert models.summary() == f"thinwire: nothing was attached: {launched.FSDP}"
+    assert models.summary() == f"thinwire: nothing was attached: {launch_worker.FSDP}"
 
 
 @pytest.mark.parametrize(
@@ -233,16 +233,16 @@ def test_what_was_sent_is_said_after_the_traceback(error, at_once, monkeypatch, 
         if error is not None:
             raise error
 
-    monkeypatch.setattr(launched.Models, "install", lambda _: None)
-    monkeypatch.setattr(launched.Models, "stats", lambda _: [{}])
-    monkeypatch.setattr(launched.Models, "summary", lambda _: "what was sent")
-    monkeypatch.setattr(launched, "run", run)
+    monkeypatch.setattr(launch_worker.Models, "install", lambda _: None)
+    monkeypatch.setattr(launch_worker.Models, "stats", lambda _: [{}])
+    monkeypatch.setattr(launch_worker.Models, "summary", lambda _: "what was sent")
+    monkeypatch.setattr(launch_worker, "run", run)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("RANK", "0")
     later = []
     monkeypatch.setattr(atexit, "register", lambda *call: later.append(call))
     with pytest.raises(type(error)) if error else nullcontext():
-        launched.main(library.Job(__file__).words())
+        launch_worker.main(library.Job(__file__).words())
     assert (capsys.readouterr().err == "what was sent\n") is at_once
     for say, *words in later:
         say(*words)
@@ -254,8 +254,8 @@ def test_the_last_line_says_what_auto_chose_and_what_is_sent_since(monkeypatch):
     whole = {"label": "auto -> int4", "steps": 100, "sent_nbytes": 4_000_000, "fp32_nbytes": 8_000_000}
     since = {"steps": 60, "sent_nbytes": 500_000, "fp32_nbytes": 4_000_000}
     found = [{**whole, "since": since}]
-    monkeypatch.setattr(launched.Models, "stats", lambda _: found)
-    models = launched.Models(library.Job(__file__), print)
+    monkeypatch.setattr(launch_worker.Models, "stats", lambda _: found)
+    models = launch_worker.Models(library.Job(__file__), print)
     line = (
         "thinwire: auto -> int4: 100 steps, 4.0 MB sent instead of 8.0 MB (2.00x fewer; 8.00x since step 40)"
     )
@@ -274,7 +274,7 @@ def test_a_signal_ends_the_job(begin, finish, runtime, tmp_path):
     started.send_signal(signal.SIGTERM)
     assert finish(started, 30).code == 128 + signal.SIGTERM
     (path,) = runtime.iterdir()
-    assert status.read(path)["state"] == "failed"
+    assert job_status.read(path)["state"] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_signal_ends_the_job(begin, finish, runtime, tmp_path):
         (["--codec", "int8"], LaunchError, "no script to run; as in: thinwire launch"),
         (["nowhere.py"], LaunchError, "there is no script 'nowhere.py'"),
         (["--no-python", __file__], LaunchError, "--no-python does not apply"),
-        (["--link", "1gbit", __file__], LaunchError, "say how many hosts"),
+        (["--link", "1gbit", __file__], LaunchError, "apply to the lab only: add --hosts"),
         (["--hosts", "2", *TWO, __file__], LaunchError, "--nproc-per-node is torchrun's and does not apply"),
         (["--hosts", "2", "--standalone", __file__], LaunchError, "--standalone is torchrun's"),
     ],

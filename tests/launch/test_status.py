@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from thinwire import cli
 from thinwire.cli import watch
 from thinwire.errors import LaunchError
-from thinwire.integrations import status
+from thinwire.integrations import job_status
 
 MODEL = {
     "policy": "int8",
@@ -29,8 +29,8 @@ MODEL = {
 
 
 def begin(path, **changes):
-    status.begin(path, job=path.stem, script="train.py", codec="int8")
-    status.write(path, {**status.read(path), **changes})
+    job_status.begin(path, job=path.stem, script="train.py", codec="int8")
+    job_status.write(path, {**job_status.read(path), **changes})
     return path
 
 
@@ -42,68 +42,68 @@ def drawn(found, now):
 
 def test_without_jobs_it_says_how_to_start_one():
     with pytest.raises(LaunchError, match="no job runs or ran here; start one with: thinwire launch"):
-        status.find()
+        job_status.find()
     with pytest.raises(LaunchError, match="'x' is no job and no status file; no job runs"):
-        status.find("x")
+        job_status.find("x")
     with pytest.raises(LaunchError, match="is no job and no status file"):
-        status.find("x" * 300)  # longer than a file's name can be
+        job_status.find("x" * 300)  # longer than a file's name can be
 
 
 def test_jobs_are_found_by_name_by_path_and_by_being_newest(tmp_path):
-    here = status.folder()
+    here = job_status.folder()
     begin(here / "old-1.json", started=1.0)
     begin(here / "new-2.json", started=2.0)
     begin(here / "ended-3.json", started=3.0, state="running")
-    status.end(here / "ended-3.json", 0)
+    job_status.end(here / "ended-3.json", 0)
     begin(here / "gone-4.json", started=4.0, pid=2**22 + 1)
     (here / "rubbish.json").write_text("{")
-    assert [path.stem for path in status.jobs()] == ["new-2", "old-1", "gone-4", "ended-3"]
-    assert status.find().stem == "new-2"
-    assert status.find("ended-3").stem == "ended-3"
+    assert [path.stem for path in job_status.jobs()] == ["new-2", "old-1", "gone-4", "ended-3"]
+    assert job_status.find().stem == "new-2"
+    assert job_status.find("ended-3").stem == "ended-3"
     other = begin(tmp_path / "other.json")
-    assert status.find(str(other)) == other
+    assert job_status.find(str(other)) == other
     with pytest.raises(LaunchError, match="'nothing' is no job and no status file; jobs are: new-2, old-1"):
-        status.find("nothing")
+        job_status.find("nothing")
 
 
 def test_nothing_is_left_where_rank_0_was_not():
-    path = begin(status.folder() / "other-node.json")
-    status.end(path, 0)
+    path = begin(job_status.folder() / "other-node.json")
+    job_status.end(path, 0)
     assert not path.exists()
 
 
 def test_old_jobs_are_cleaned_and_running_ones_kept():
-    here = status.folder()
+    here = job_status.folder()
     for name, changes in (("runs", {}), ("gone", {"pid": 2**22 + 1}), ("ended", {}), ("fresh", {})):
         begin(here / f"{name}.json", **changes)
     for name in ("ended", "fresh"):
-        status.end(here / f"{name}.json", 1)
+        job_status.end(here / f"{name}.json", 1)
     (here / "half.json.7.new").write_text("{")
     for path in here.iterdir():
         if path.stem != "fresh":
             os.utime(path, (0, 0))
-    status.clean()
+    job_status.clean()
     assert sorted(path.stem for path in here.iterdir()) == ["fresh", "runs"]
 
 
 def test_a_folder_others_can_write_to_is_not_used(tmp_path):
     (tmp_path / "thinwire").mkdir()
     (tmp_path / "thinwire").chmod(0o777)
-    assert status.folder() is None
-    assert status.jobs() == []
+    assert job_status.folder() is None
+    assert job_status.jobs() == []
 
 
 def test_a_status_that_cannot_be_written_stops_the_launcher_but_not_a_training(tmp_path):
     path = tmp_path / "nowhere" / "x.json"
     with pytest.raises(LaunchError, match=r"cannot write the status file .* --status FILE"):
         begin(path)
-    writer = status.Writer(path, lambda: [MODEL])
+    writer = job_status.Writer(path, lambda: [MODEL])
     writer.start()
     writer.stop()
 
 
 def test_the_writer_follows_the_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(job_status, "INTERVAL_S", 0.01)
     monkeypatch.setenv("WORLD_SIZE", "4")
     path, looked, models = begin(tmp_path / "job.json"), threading.Event(), [dict(MODEL, steps=1)]
 
@@ -113,7 +113,7 @@ def test_the_writer_follows_the_numbers(tmp_path, monkeypatch):
             raise RuntimeError("deque mutated during iteration")
         return models
 
-    writer = status.Writer(path, look)
+    writer = job_status.Writer(path, look)
     writer.start()
     for steps in (2, 3):
         models[0]["steps"] = steps
@@ -121,16 +121,18 @@ def test_the_writer_follows_the_numbers(tmp_path, monkeypatch):
     assert looked.wait(5)
     models[0]["steps"] = 4
     writer.stop()
-    found = status.read(path)
+    found = job_status.read(path)
     assert (found["state"], found["world"], found["models"][0]["steps"]) == ("running", 4, 4)
-    status.end(path, 0)
-    found = status.read(path)
+    job_status.end(path, 0)
+    found = job_status.read(path)
     assert (found["state"], found["exit_code"], found["models"][0]["steps"]) == ("finished", 0, 4)
     assert list(tmp_path.glob("*.new")) == []
 
 
 def test_what_is_not_finite_is_null(tmp_path):
-    status.write(tmp_path / "x.json", {"a": float("nan"), "b": [float("inf"), 1], "c": {1: (2.5, "x", True)}})
+    job_status.write(
+        tmp_path / "x.json", {"a": float("nan"), "b": [float("inf"), 1], "c": {1: (2.5, "x", True)}}
+    )
     found = json.loads((tmp_path / "x.json").read_text())
     assert found == {"a": None, "b": [None, 1], "c": {"1": [2.5, "x", True]}}
 
@@ -139,7 +141,7 @@ def test_pictures(tmp_path):
     path = begin(
         tmp_path / "job.json", started=1000.0, updated=1100.0, models=[MODEL], state="running", world=2
     )
-    found = status.read(path)
+    found = job_status.read(path)
     shown = drawn(found, 1101.5)
     for text in (
         "job: train.py, int8", "running, 2 ranks, for 1 min 42 s, updated 1.5 s ago", "1,000", "12.3 ms",
@@ -160,9 +162,9 @@ def test_pictures(tmp_path):
 
 def test_a_launcher_that_was_killed_is_gone_on_this_host_only(tmp_path):
     path = begin(tmp_path / "job.json", state="running", pid=2**22 + 1)
-    assert status.state(status.read(path)) == "gone"
-    assert status.state({**status.read(path), "host": "elsewhere"}) == "running"
-    assert status.read(path)["host"] == socket.gethostname()
+    assert job_status.state(job_status.read(path)) == "gone"
+    assert job_status.state({**job_status.read(path), "host": "elsewhere"}) == "running"
+    assert job_status.read(path)["host"] == socket.gethostname()
     shown = CliRunner().invoke(cli.app, ["watch", str(path), "--json"])
     assert json.loads(shown.stdout)["state"] == "gone"
 
@@ -188,7 +190,7 @@ def test_a_launcher_that_was_killed_is_gone_on_this_host_only(tmp_path):
 @pytest.mark.parametrize("how", ["--once", "--json"])
 def test_a_status_of_wrong_types_is_refused_in_words(tmp_path, changes, said, how):
     path = begin(tmp_path / "job.json")
-    path.write_text(json.dumps({**status.read(path), **changes}))
+    path.write_text(json.dumps({**job_status.read(path), **changes}))
     refused = CliRunner().invoke(cli.app, ["watch", str(path), how]).exception
     assert isinstance(refused, LaunchError)
     assert f"{path} is no status file of a job: {said}" in str(refused)
@@ -199,7 +201,7 @@ def test_a_file_that_is_no_status_is_refused_in_words(tmp_path, text):
     path = tmp_path / "job.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(LaunchError, match="is no status file of a job: it"):
-        status.find(str(path))
+        job_status.find(str(path))
 
 
 def test_a_name_cannot_steer_the_terminal(tmp_path):
@@ -210,12 +212,12 @@ def test_a_name_cannot_steer_the_terminal(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert not {each for each in shown.stdout if each != "\n" and not each.isprintable()}
     wide = Console(file=io.StringIO(), width=400)
-    wide.print(watch.panel(status.read(path), 1.0))
+    wide.print(watch.panel(job_status.read(path), 1.0))
     assert wide.file.getvalue().count("\\x1b]0;mine\\x07[bold red]x[/nosuch]\\x9b2J\\u202e") == 5
 
 
 def test_what_rank_0_writes_without_a_launcher_can_be_watched(tmp_path):
-    writer = status.Writer(tmp_path / "alone.json", lambda: [MODEL])
+    writer = job_status.Writer(tmp_path / "alone.json", lambda: [MODEL])
     writer.start()
     writer.stop()
     shown = CliRunner().invoke(cli.app, ["watch", str(tmp_path / "alone.json"), "--once"])

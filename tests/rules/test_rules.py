@@ -24,9 +24,8 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LONGEST = 400
 #: Files that may be longer, and why.
 LONG = {
-    "src/thinwire/kernels/programs.py": "Triton programs cannot be split without repeating their constants",
-    "src/thinwire/kernels/block_programs.py": "Triton programs that share their layout of a tile",
-    "src/thinwire/kernels/loops.py": "Numba loops that share their inlined parts",
+    "src/thinwire/kernels/format_triton.py": "Triton kernels that share their constants",
+    "src/thinwire/kernels/format_numba.py": "Numba loops that share their inlined parts",
 }
 
 
@@ -47,7 +46,7 @@ def test_public_names_are_pinned():
     ]  # fmt: skip
     assert sorted(codecs.__all__) == [
         "Block", "CODECS", "Cast", "Codec", "DctTopK", "MSTopK", "MaxMin", "OneBit", "OneBitColumn",
-        "RandomK", "Section", "Threshold", "TopK", "accuracy", "describe", "elias", "footprint", "get",
+        "RandomK", "Section", "Threshold", "TopK", "accuracy", "describe", "footprint", "get",
         "picture",
     ]  # fmt: skip
     assert sorted(zoo.__all__) == ["Entry", "MODELS", "get", "shapes"]
@@ -125,7 +124,7 @@ def test_results_say_where_they_come_from(path):
         assert {row["format"] for row in record["rows"]} <= set(FORMATS)
     elif path.stem.startswith("codecs"):
         assert {row["codec"] for row in record["rows"]} >= set(CODECS)
-    elif path.stem.startswith("simulate"):
+    elif path.stem.startswith(("simulate", "reproduce")):
         assert record.get("products") or [row["accuracies"] for row in record["tables"][0]["rows"]]
     else:
         assert {row["link"] for row in record.get("rows") or record["cells"]}
@@ -134,7 +133,7 @@ def test_results_say_where_they_come_from(path):
 def modules_with_examples():
     for each in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
         if each.name.endswith(
-            ("__main__", "programs", "kernels.cuda", "block_cuda", "gemm_cuda", "tally_cuda")
+            ("__main__", "triton", "kernels.cuda", "block_cuda", "gemm_cuda", "tally_cuda")
         ):
             continue
         yield each.name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.clock import ENCODE
-from thinwire.integrations import pilot
+from thinwire.integrations import auto_driver
 from thinwire.integrations.auto import (
     Candidate,
     Choice,
@@ -19,9 +19,9 @@ from thinwire.integrations.auto import (
     predict,
     predict_beside,
 )
-from thinwire.integrations.meter import CPU, Meter
-from thinwire.integrations.pilot import Pilot
-from thinwire.policy import Tensorlike
+from thinwire.integrations.auto_driver import AutoDriver
+from thinwire.integrations.metrics import CPU, Metrics
+from thinwire.policy import TensorInfo
 
 MB = 1_000_000
 
@@ -64,13 +64,13 @@ class FakeTrainer:
     """Steps take what a table says: no network, no time."""
 
     def __init__(self, steps_s, monkeypatch):
-        self.step, self.world, self.rank, self.meter = 0, 2, 0, Meter()
+        self.step, self.world, self.rank, self.metrics = 0, 2, 0, Metrics()
         self.device = torch.device("cpu")
         self.steps_s, self.codec, self.asked = steps_s, "fp32", []
         self.now = 0.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
         monkeypatch.setattr("time.process_time", lambda: 0.0)
-        monkeypatch.setattr(pilot, "_crowd", lambda _: 0.0)
+        monkeypatch.setattr(auto_driver, "_crowd", lambda _: 0.0)
 
     def follow(self, policy):
         self.codec = policy.name
@@ -88,18 +88,18 @@ class FakeTrainer:
 
         return probe, 1000
 
-    def train(self, pilot, steps, gradients=None):
+    def train(self, driver, steps, gradients=None):
         for _ in range(steps):
-            self.meter.begin_step()
+            self.metrics.begin_step()
             self.step += 1
-            pilot.begin_step(self)
-            self.meter.arrive()
+            driver.begin_step(self)
+            self.metrics.arrive()
             seed = self.step if gradients is None else gradients
             gradient = torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
-            pilot.see(self, [(Tensorlike("w", "weight", (100, 200)), gradient.view(100, 200))], gradient)
+            driver.see(self, [(TensorInfo("w", "weight", (100, 200)), gradient.view(100, 200))], gradient)
             takes = self.steps_s["real"][self.codec]
             self.now += takes(self.step) if callable(takes) else takes
-            self.meter.done(self.meter.step)
+            self.metrics.done(self.metrics.step)
 
 
 PROBES = {"fp32": 0.8, "fp16": 0.4, "int8": 0.2, "int4": 0.1, "onebit": 0.05, "powersgd": 0.04}
@@ -107,15 +107,15 @@ REAL = {"fp32": 1.0, "fp16": 0.6, "int8": 0.4, "int4": 0.3, "onebit": 0.25, "pow
 
 
 def fake(monkeypatch, probes=PROBES, real=REAL, budget=0.2):
-    return FakeTrainer({"probe": probes, "real": real}, monkeypatch), Pilot(Choice(budget))
+    return FakeTrainer({"probe": probes, "real": real}, monkeypatch), AutoDriver(Choice(budget))
 
 
 def test_the_fastest_inside_the_budget_is_kept(monkeypatch):
     """One bit with feedback leaves 0.14 of noise over 32 steps; rank 4 leaves more than a fifth."""
-    trainer, pilot = fake(monkeypatch)
-    trainer.train(pilot, 60)
-    assert (pilot.chosen, pilot.settled, trainer.codec) == ("onebit", True, "onebit")
-    found = pilot.describe()
+    trainer, driver = fake(monkeypatch)
+    trainer.train(driver, 60)
+    assert (driver.chosen, driver.settled, trainer.codec) == ("onebit", True, "onebit")
+    found = driver.describe()
     assert found["predicted_step_s"] == pytest.approx(0.25)
     assert found["measured_step_s"] == pytest.approx(0.25)
     assert [row["codec"] for row in found["candidates"] if not row["allowed"]] == ["powersgd"]
@@ -129,77 +129,77 @@ def test_the_fastest_inside_the_budget_is_kept(monkeypatch):
 
 def test_what_gradients_have_in_common_reaches_the_weights(monkeypatch):
     """The same gradient in every step: its residual is small beside 32 of them, PowerSGD's too."""
-    trainer, pilot = fake(monkeypatch)
-    trainer.train(pilot, 60, gradients=1)
-    errors = {row["codec"]: row["error"] for row in pilot.describe()["candidates"]}
+    trainer, driver = fake(monkeypatch)
+    trainer.train(driver, 60, gradients=1)
+    errors = {row["codec"]: row["error"] for row in driver.describe()["candidates"]}
     assert errors["onebit"] < 0.08
     assert errors["powersgd"] < 0.25
     assert errors["int4"] < 0.01
 
 
 def test_a_smaller_budget_takes_a_finer_codec(monkeypatch):
-    trainer, pilot = fake(monkeypatch, budget=0.01)
-    trainer.train(pilot, 60)
-    assert pilot.chosen == "int8"
+    trainer, driver = fake(monkeypatch, budget=0.01)
+    trainer.train(driver, 60)
+    assert driver.chosen == "int8"
 
 
 def test_float32_stays_where_the_wire_is_not_the_bottleneck(monkeypatch):
-    trainer, pilot = fake(monkeypatch, probes=dict.fromkeys(PROBES, 0.002) | {"fp32": 0.001})
-    trainer.train(pilot, 60)
-    assert (pilot.chosen, pilot.settled) == ("fp32", True)
+    trainer, driver = fake(monkeypatch, probes=dict.fromkeys(PROBES, 0.002) | {"fp32": 0.001})
+    trainer.train(driver, 60)
+    assert (driver.chosen, driver.settled) == ("fp32", True)
 
 
 def test_a_gain_within_the_noise_is_not_worth_an_error(monkeypatch):
     """int4 would be 1 % faster than int8, which is finer; fp16 2 % faster than float32."""
     probes = PROBES | {"int8": 0.205, "int4": 0.2, "onebit": 0.2, "powersgd": 0.2}
-    trainer, pilot = fake(monkeypatch, probes, dict.fromkeys(REAL, 0.4) | {"fp32": 1.0})
-    trainer.train(pilot, 90)
-    assert pilot.chosen == "int8"
+    trainer, driver = fake(monkeypatch, probes, dict.fromkeys(REAL, 0.4) | {"fp32": 1.0})
+    trainer.train(driver, 90)
+    assert driver.chosen == "int8"
     slow = {"fp32": 0.05, "fp16": 0.03, "int8": 0.04, "int4": 0.05, "onebit": 0.05, "powersgd": 0.05}
-    trainer, pilot = fake(monkeypatch, slow)
-    trainer.train(pilot, 60)
-    assert pilot.chosen == "fp32"
+    trainer, driver = fake(monkeypatch, slow)
+    trainer.train(driver, 60)
+    assert driver.chosen == "fp32"
 
 
 def test_steps_that_still_get_faster_are_waited_for(monkeypatch):
     """Float32 steps take 2 s at first and 1 s from the 15th on."""
     real = REAL | {"fp32": lambda step: max(1.0, 2.0 - step / 15)}
-    trainer, pilot = fake(monkeypatch, real=real)
-    trainer.train(pilot, 80)
-    assert pilot.choice.fp32_step_s == pytest.approx(1.0)
-    assert (pilot.chosen, pilot.settled) == ("onebit", True)
+    trainer, driver = fake(monkeypatch, real=real)
+    trainer.train(driver, 80)
+    assert driver.choice.fp32_step_s == pytest.approx(1.0)
+    assert (driver.chosen, driver.settled) == ("onebit", True)
 
 
 def test_waiting_has_an_end(monkeypatch):
     real = dict.fromkeys(PROBES, 0.01) | {"fp32": lambda step: 0.97**step}
-    trainer, pilot = fake(monkeypatch, real=real)
-    trainer.train(pilot, 90)
-    assert pilot.settled
+    trainer, driver = fake(monkeypatch, real=real)
+    trainer.train(driver, 90)
+    assert driver.settled
 
 
 def test_what_is_slower_in_use_is_dropped(monkeypatch):
     """onebit, int4 and int8 disappoint, fp16 does not."""
     real = {"fp32": 1.0, "onebit": 1.2, "int4": 1.3, "int8": 1.1, "fp16": 0.6}
-    trainer, pilot = fake(monkeypatch, real=real)
-    trainer.train(pilot, 90)
-    assert (pilot.chosen, pilot.settled, trainer.codec) == ("fp16", True, "fp16")
-    assert set(pilot.choice.tried) == {"onebit", "int4", "int8", "fp16"}
+    trainer, driver = fake(monkeypatch, real=real)
+    trainer.train(driver, 90)
+    assert (driver.chosen, driver.settled, trainer.codec) == ("fp16", True, "fp16")
+    assert set(driver.choice.tried) == {"onebit", "int4", "int8", "fp16"}
 
 
 def test_the_fastest_measured_is_kept_not_the_last_tried(monkeypatch):
     """int4 is predicted to be nearly as fast as onebit, and is tried, but is not faster."""
     probes = PROBES | {"onebit": 0.09}
-    trainer, pilot = fake(monkeypatch, probes, REAL | {"onebit": 0.295, "int4": 0.33})
-    trainer.train(pilot, 90)
-    assert set(pilot.choice.tried) == {"onebit", "int4"}
-    assert (pilot.chosen, trainer.codec) == ("onebit", "onebit")
+    trainer, driver = fake(monkeypatch, probes, REAL | {"onebit": 0.295, "int4": 0.33})
+    trainer.train(driver, 90)
+    assert set(driver.choice.tried) == {"onebit", "int4"}
+    assert (driver.chosen, trainer.codec) == ("onebit", "onebit")
 
 
 def test_the_first_step_of_a_trial_does_not_count(monkeypatch):
     takes = itertools.chain([9.0], (0.20, 0.21, 0.22, 0.23, 0.24), itertools.repeat(0.25))
-    trainer, pilot = fake(monkeypatch, real=REAL | {"onebit": lambda _: next(takes)})
-    trainer.train(pilot, 80)
-    assert pilot.choice.tried["onebit"] == pytest.approx(0.22)
+    trainer, driver = fake(monkeypatch, real=REAL | {"onebit": lambda _: next(takes)})
+    trainer.train(driver, 80)
+    assert driver.choice.tried["onebit"] == pytest.approx(0.22)
 
 
 def test_steps_are_compared_with_those_just_before():
@@ -216,25 +216,25 @@ def test_no_more_than_four_are_tried_however_much_others_promise():
 
 
 def test_it_ends_with_float32_if_nothing_is_faster(monkeypatch):
-    trainer, pilot = fake(monkeypatch, real=dict.fromkeys(REAL, 1.3) | {"fp32": 1.0})
-    trainer.train(pilot, 90)
-    assert (pilot.chosen, pilot.settled, trainer.codec) == ("fp32", True, "fp32")
+    trainer, driver = fake(monkeypatch, real=dict.fromkeys(REAL, 1.3) | {"fp32": 1.0})
+    trainer.train(driver, 90)
+    assert (driver.chosen, driver.settled, trainer.codec) == ("fp32", True, "fp32")
 
 
 def test_a_choice_is_remembered(monkeypatch):
-    trainer, pilot = fake(monkeypatch)
-    trainer.train(pilot, 60)
+    trainer, driver = fake(monkeypatch)
+    trainer.train(driver, 60)
     other, again = fake(monkeypatch)
-    again.load_state_dict(other, pilot.state_dict())
+    again.load_state_dict(other, driver.state_dict())
     other.train(again, 20)
     assert other.asked == []
     assert other.codec == "onebit"
-    assert again.describe()["candidates"] == pilot.describe()["candidates"]
+    assert again.describe()["candidates"] == driver.describe()["candidates"]
 
 
 def test_one_line_says_what_was_chosen_against_what_and_why(monkeypatch, capsys):
-    trainer, pilot = fake(monkeypatch)
-    trainer.train(pilot, 60)
+    trainer, driver = fake(monkeypatch)
+    trainer.train(driver, 60)
     said = capsys.readouterr().err
     assert said.startswith(
         "thinwire: step 23: auto -> onebit: a step takes 250.0 ms (250.0 predicted) against "
@@ -243,67 +243,67 @@ def test_one_line_says_what_was_chosen_against_what_and_why(monkeypatch, capsys)
     assert ", budget 0.2, exceeded by powersgd (0." in said
     assert said.count("\n") == 1
     for real, why in ((0.99, "990.0 ms (600.0 predicted), is not faster by 3%"), (1.3, "1,300.0 ms")):
-        trainer, pilot = fake(monkeypatch, real=dict.fromkeys(REAL, real) | {"fp32": 1.0})
-        trainer.train(pilot, 90)
+        trainer, driver = fake(monkeypatch, real=dict.fromkeys(REAL, real) | {"fp32": 1.0})
+        trainer.train(driver, 90)
         said = capsys.readouterr().err
         assert "auto -> fp32: a step takes 1,000.0 ms; the next best, " in said
         assert why in said
 
 
 def test_what_loses_too_much_or_promises_nothing_is_said(monkeypatch, capsys):
-    trainer, pilot = fake(monkeypatch, budget=0.0)
-    trainer.train(pilot, 60)
+    trainer, driver = fake(monkeypatch, budget=0.0)
+    trainer.train(driver, 60)
     assert "every other recipe loses more than the error budget of 0" in capsys.readouterr().err
-    trainer, pilot = fake(monkeypatch, probes=dict.fromkeys(PROBES, 0.002) | {"fp32": 0.001})
-    trainer.train(pilot, 60)
+    trainer, driver = fake(monkeypatch, probes=dict.fromkeys(PROBES, 0.002) | {"fp32": 0.001})
+    trainer.train(driver, 60)
     assert "the next best, fp16, 1,001.0 ms predicted, is not faster by 3%" in capsys.readouterr().err
-    trainer, pilot = fake(monkeypatch)
+    trainer, driver = fake(monkeypatch)
     trainer.world = 1
-    trainer.train(pilot, 2)
+    trainer.train(driver, 2)
     assert (
         capsys.readouterr().err == "thinwire: step 1: auto -> fp32: there is one rank, which sends nothing\n"
     )
 
 
 def test_the_other_ranks_are_silent_and_a_log_is_used_where_there_is_one(monkeypatch, capsys, caplog):
-    trainer, pilot = fake(monkeypatch)
+    trainer, driver = fake(monkeypatch)
     trainer.rank = 1
-    trainer.train(pilot, 60)
+    trainer.train(driver, 60)
     assert capsys.readouterr().err == ""
     with caplog.at_level("INFO", "thinwire"):
-        trainer, pilot = fake(monkeypatch)
-        trainer.train(pilot, 60)
+        trainer, driver = fake(monkeypatch)
+        trainer.train(driver, 60)
     assert capsys.readouterr().err == ""
     assert "auto -> onebit" in caplog.text
 
 
 def test_bytes_are_counted_from_the_choice_on_too(monkeypatch):
-    trainer, pilot = fake(monkeypatch)
-    assert trainer.meter.since() is None
-    while not pilot.settled:
-        trainer.train(pilot, 1)
-        trainer.meter.sent_nbytes += 400
-        trainer.meter.fp32_nbytes += 400
+    trainer, driver = fake(monkeypatch)
+    assert trainer.metrics.since() is None
+    while not driver.settled:
+        trainer.train(driver, 1)
+        trainer.metrics.sent_nbytes += 400
+        trainer.metrics.fp32_nbytes += 400
     chosen_at = trainer.step  # whose buckets are sent as was chosen
-    trainer.meter.sent_nbytes -= 300
+    trainer.metrics.sent_nbytes -= 300
     for _ in range(9):
-        trainer.train(pilot, 1)
-        trainer.meter.sent_nbytes += 100
-        trainer.meter.fp32_nbytes += 400
-    assert trainer.meter.since() == {"steps": 10, "sent_nbytes": 1000, "fp32_nbytes": 4000}
-    assert trainer.meter.steps == chosen_at + 9
+        trainer.train(driver, 1)
+        trainer.metrics.sent_nbytes += 100
+        trainer.metrics.fp32_nbytes += 400
+    assert trainer.metrics.since() == {"steps": 10, "sent_nbytes": 1000, "fp32_nbytes": 4000}
+    assert trainer.metrics.steps == chosen_at + 9
 
 
 def test_bytes_are_counted_from_the_start_where_a_choice_was_loaded(monkeypatch):
-    trainer, pilot = fake(monkeypatch)
-    trainer.train(pilot, 60)
+    trainer, driver = fake(monkeypatch)
+    trainer.train(driver, 60)
     other, again = fake(monkeypatch)
-    again.load_state_dict(other, pilot.state_dict())
+    again.load_state_dict(other, driver.state_dict())
     for _ in range(3):
         other.train(again, 1)
-        other.meter.sent_nbytes += 100
-        other.meter.fp32_nbytes += 400
-    assert other.meter.since() == {"steps": 3, "sent_nbytes": 300, "fp32_nbytes": 1200}
+        other.metrics.sent_nbytes += 100
+        other.metrics.fp32_nbytes += 400
+    assert other.metrics.since() == {"steps": 3, "sent_nbytes": 300, "fp32_nbytes": 1200}
 
 
 def test_the_table_names_the_choice():
@@ -321,7 +321,7 @@ def test_on_a_gpu_a_trial_is_timed_once_its_calls_are_recorded(monkeypatch):
     def slow_at_first(name):
         def takes(step):
             first = began.setdefault(name, step)
-            return REAL[name] + (2.0 if step < first + pilot.WARM else 0.0)
+            return REAL[name] + (2.0 if step < first + auto_driver.WARM else 0.0)
 
         return takes
 
@@ -332,7 +332,7 @@ def test_on_a_gpu_a_trial_is_timed_once_its_calls_are_recorded(monkeypatch):
     looked_at = []
     while not gpu.settled:
         trainer.train(gpu, 1)
-        looked_at.append((trainer.codec != "fp32", trainer.meter.always))
+        looked_at.append((trainer.codec != "fp32", trainer.metrics.always))
     assert gpu.choice.tried == {name: pytest.approx(REAL[name]) for name in gpu.choice.tried}
     assert gpu.chosen == "onebit"
     assert set(looked_at) == {(False, True), (True, False)}
@@ -359,42 +359,42 @@ def test_what_the_host_takes_counts_only_where_the_host_is_behind():
     assert busy == pytest.approx(idle + 0.02)
 
 
-# What the meter counts
+# What the metrics counts
 
 
 def test_waits_of_steps_add_up_and_the_one_under_way_counts_once(monkeypatch):
     """Three buckets' waits: 2 s and 4 s of steps that are past, 1 s so far of the one under way."""
-    meter, now = Meter(), 0.0
+    metrics, now = Metrics(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     for waits in (2.0, 4.0, 1.0):
-        meter.begin_step()
+        metrics.begin_step()
         now += 5.0
-        meter.arrive()
+        metrics.arrive()
         now += waits
-        meter.done(meter.step)
-    assert meter.wait_s() == pytest.approx(7.0)
-    assert meter.wait_s() == pytest.approx(7.0)  # however often it is asked
-    assert meter.steps_s() == pytest.approx([7.0, 9.0])
-    assert meter.step_s() == pytest.approx(8.0)
+        metrics.done(metrics.step)
+    assert metrics.wait_s() == pytest.approx(7.0)
+    assert metrics.wait_s() == pytest.approx(7.0)  # however often it is asked
+    assert metrics.steps_s() == pytest.approx([7.0, 9.0])
+    assert metrics.step_s() == pytest.approx(8.0)
 
 
 def test_the_usual_times_are_those_of_a_step_without_the_first_two(monkeypatch):
-    meter, now = Meter(), 0.0
+    metrics, now = Metrics(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     for takes in (10.0, 20.0, 1.0, 2.0, 3.0):
-        meter.begin_step()
-        began = meter.clock.start(CPU)
+        metrics.begin_step()
+        began = metrics.clock.start(CPU)
         now += takes
-        meter.clock.stop(ENCODE, began)
-    assert meter.usual_s()["encode"] == pytest.approx(2.0)
+        metrics.clock.stop(ENCODE, began)
+    assert metrics.usual_s()["encode"] == pytest.approx(2.0)
 
 
 def test_the_usual_wait_is_that_of_a_step_without_the_first_two(monkeypatch):
-    meter, now = Meter(), 0.0
+    metrics, now = Metrics(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     for takes in (10.0, 20.0, 1.0, 2.0, 3.0):
-        meter.begin_step()
-        meter.arrive()
+        metrics.begin_step()
+        metrics.arrive()
         now += takes
-        meter.done(meter.step)
-    assert meter.usual_s()["wait"] == pytest.approx(2.0)
+        metrics.done(metrics.step)
+    assert metrics.usual_s()["wait"] == pytest.approx(2.0)

@@ -10,8 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from thinwire import cli, simulate
+from thinwire.bench import cuda_graphs, qtorch_peer
+from thinwire.bench import simulate as bench_simulate
+from thinwire.bench import simulate_tables as bench_simulate_tables
 from thinwire.errors import InputError
-from thinwire.study import bench_qtorch, bench_recorded, bench_simulate, bench_simulate_tables
 
 SIZES = bench_simulate.Sizes(
     side=32,
@@ -42,8 +44,8 @@ def record():
 @pytest.fixture(scope="module")
 def quant():
     try:
-        return bench_qtorch.load()
-    except bench_qtorch.FAILURES as error:
+        return qtorch_peer.load()
+    except qtorch_peer.FAILURES as error:
         pytest.skip(f"qtorch is not here: {error}")
 
 
@@ -106,9 +108,9 @@ def test_nodes_are_measured_beside_a_plain_loop(record):
     assert record["together"][0]["times_loop"] == 1
 
 
-@pytest.mark.parametrize("case", bench_recorded.CASES, ids=lambda case: case.what)
+@pytest.mark.parametrize("case", cuda_graphs.CASES, ids=lambda case: case.what)
 def test_steps_that_are_recorded_on_a_gpu_train_as_usual(case):
-    step = bench_recorded._step(replace(case, samples=1), torch.device("cpu"), recorded=False)
+    step = cuda_graphs._step(replace(case, samples=1), torch.device("cpu"), recorded=False)
     first, second = step(), step()
     assert first.isfinite()
     assert second.isfinite()
@@ -180,24 +182,10 @@ def test_targets_of_a_gpu_come_from_its_rows(record):
 # QPyTorch
 
 
-@pytest.mark.parametrize("trait", bench_qtorch.TRAITS, ids=lambda trait: f"{trait.function}: {trait.what}")
-def test_what_is_said_of_qtorch_is_so(quant, trait):
-    assert trait.holds(quant)
-
-
-def test_ties_of_floats_lie_between_neighbours():
-    for kind in bench_qtorch.KINDS:
-        middle, near, far = bench_qtorch.midpoints(*kind)
-        assert torch.equal(middle * 2, near + far)
-        assert (near.abs() < middle.abs()).all()
-        assert (middle.abs() < far.abs()).all()
-
-
 def test_qtorch_is_measured(quant, record):
     x = torch.randn(16)
-    assert [row["what"] for row in record["peers"]] == [what for what, *_ in bench_qtorch.cases(quant, x)]
+    assert [row["what"] for row in record["peers"]] == [what for what, *_ in qtorch_peer.cases(quant, x)]
     assert all(math.isclose(row["times_faster"], row["qtorch_s"] / row["seconds"]) for row in record["peers"])
-    assert all(row["holds"] for row in record["traits"])
     assert record["absent"] == {}
 
 
@@ -205,15 +193,14 @@ def test_without_qtorch_the_record_says_why(monkeypatch):
     def missing():
         raise ModuleNotFoundError("No module named 'qtorch'")
 
-    monkeypatch.setattr(bench_qtorch, "load", missing)
-    rows, traits, absent = bench_simulate.measure_peers(torch.device("cpu"), SIZES)
+    monkeypatch.setattr(qtorch_peer, "load", missing)
+    rows, absent = bench_simulate.measure_peers(torch.device("cpu"), SIZES)
     assert rows == []
-    assert {row["holds"] for row in traits} == {None}
     assert "No module" in absent["qtorch"]
 
 
 def test_on_a_gpu_qtorch_is_left_out():
-    rows, _, absent = bench_simulate.measure_peers(torch.device("cuda"), SIZES)
+    rows, absent = bench_simulate.measure_peers(torch.device("cuda"), SIZES)
     assert rows == []
     assert "CPU only" in absent["qtorch"]
 
@@ -236,8 +223,7 @@ def test_tables_are_text_and_hold_every_row(record, device):
 
 
 def test_tables_without_qtorch_leave_it_out(record):
-    traits = [{**row, "holds": None} for row in record["traits"]]
-    tables = bench_simulate.tables({**record, "peers": [], "traits": traits})
+    tables = bench_simulate.tables({**record, "peers": []})
     assert not any("QPyTorch" in title for title, _, _ in tables)
 
 

@@ -106,10 +106,11 @@ def test_cells_that_are_known_are_not_measured_again(monkeypatch):
 
     measured, kept = [], []
 
-    def measure(lab, network, *_):
-        measured.append((lab.hosts, network))
-        found = {"network": network, "hosts": lab.hosts, "batch": 8, "compute_times_s": [0.1]}
-        return {**found, "rows": [row(training.PLAIN, 1.0)]}
+    def measure(lab, networks, *_):
+        measured.append((lab.hosts, networks))
+        for network in networks:
+            found = {"network": network, "hosts": lab.hosts, "batch": 8, "compute_times_s": [0.1]}
+            yield {**found, "rows": [row(training.PLAIN, 1.0)]}
 
     monkeypatch.setattr(training, "Lab", Lab)
     monkeypatch.setattr(training, "measure", measure)
@@ -117,7 +118,7 @@ def test_cells_that_are_known_are_not_measured_again(monkeypatch):
     places = [(2, "1gbit"), (2, "100mbit")]
     options = {"commit": "abc", "known": [old], "keep": kept.append}
     result = training.run(["vgg", "lstm"], places, [training.PLAIN], **options)
-    assert measured == [(2, "vgg"), (2, "lstm"), (2, "vgg")]
+    assert measured == [(2, ["vgg", "lstm"]), (2, ["vgg"])]
     assert [len(each["cells"]) for each in kept] == [2, 3, 4]
     found = [(each["link"], each["network"], each.get("commit")) for each in result["cells"]]
     assert found == [
@@ -125,6 +126,39 @@ def test_cells_that_are_known_are_not_measured_again(monkeypatch):
         ("1gbit", "lstm", "abc"),
     ]  # fmt: skip
     assert result["cells"][0]["rows"][0]["step_s"] == 2.0
+
+
+def test_networks_that_were_measured_before_a_rank_failed_are_kept():
+    said = 'RESULT {"network": "vgg"}\nother words\nRESULT {"network": "lstm"}\n'
+    ended = SimpleNamespace(timed_out=False, returncodes=(1, 0), outputs=(said, ""), seconds=3, ok=False)
+    tasks = []
+
+    class Lab:
+        def run(self, command, **_):
+            tasks.append(json.loads(command[-1]))
+            return ended
+
+    kept = []
+
+    def go_on():
+        for each in training.measure(Lab(), ["vgg", "lstm", "resnet"], ["int8"], 1.0):
+            kept.append(each["network"])
+
+    with pytest.raises(LabError, match=r"vgg, lstm, resnet on .*: a rank failed"):
+        go_on()
+    assert kept == ["vgg", "lstm"]
+    assert tasks[0]["networks"] == ["vgg", "lstm", "resnet"]
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "sizes"),
+    [(13, 12, [7, 6]), (13, 6, [5, 5, 3]), (3, 12, [3]), (0, 6, [0]), (4, 0, [1] * 4)],
+)
+def test_methods_form_groups_of_nearly_equal_sizes(count, most, sizes):
+    methods = [str(i) for i in range(count)]
+    groups = worker.in_groups(methods, most)
+    assert [len(each) for each in groups] == sizes
+    assert [each for group in groups for each in group] == methods
 
 
 def test_a_failure_shows_the_rank_that_failed():

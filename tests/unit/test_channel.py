@@ -135,15 +135,15 @@ def test_what_a_name_owes_is_not_what_names_owe_that_begin_alike():
     slots = [*mine, "fc10", "fc10/sent", "fc10[0]/sent", "fc1.bias/sent", "fc/sent", "net.fc1/sent"]
     for number, slot in enumerate(slots, 1):
         channel.encode(gauss(100) * 10.0**number, slot)
-    assert list(channel.owed("fc1")) == mine
-    assert list(channel.owed("fc10")) == slots[5:8]
-    for slot, held in channel.owed("fc1").items():
+    assert list(channel.residuals_of("fc1")) == mine
+    assert list(channel.residuals_of("fc10")) == slots[5:8]
+    for slot, held in channel.residuals_of("fc1").items():
         assert torch.equal(held, channel.residuals[slot])
     most = max(channel.residuals[slot].abs().max() for slot in mine)
-    assert channel.largest_owed("fc1") == most
-    assert most < channel.largest_owed("fc10")
-    assert channel.owed("nobody") == {}
-    assert channel.largest_owed("nobody") is None
+    assert channel.largest_residual("fc1") == most
+    assert most < channel.largest_residual("fc10")
+    assert channel.residuals_of("nobody") == {}
+    assert channel.largest_residual("nobody") is None
     channel.forget_name("fc1")
     assert list(channel.residuals) == slots[5:]
 
@@ -160,7 +160,9 @@ def test_another_shape_in_the_same_slot_is_refused_with_advice(feedback, shape):
     channel = Channel(codecs.get("onebit/64").with_feedback(feedback))
     channel.encode(gauss(6), "layer.weight")
     kept = channel.residuals["layer.weight"].clone()
-    message = r"slot 'layer.weight' owes \(6,\), but .* is sent; give tensors of another shape another name"
+    message = (
+        r"slot 'layer.weight' has a residual of shape \(6,\), but the tensor has .*; give tensors of another"
+    )
     with pytest.raises(InputError, match=message):
         channel.encode(torch.ones(shape), "layer.weight")
     assert torch.equal(channel.residuals["layer.weight"], kept)
@@ -271,7 +273,7 @@ def test_a_state_survives_a_file_bit_for_bit(spec, feedback):
         assert torch.equal(again.residuals[slot], held)
         assert again.residuals[slot].dtype == held.dtype
     assert torch.equal(run(again, given[4:], "a"), run(channel, given[4:], "a"))
-    with pytest.raises(InputError, match="owes"):
+    with pytest.raises(InputError, match="has a residual of shape"):
         again.encode(gauss(300), "a")
 
 
@@ -287,7 +289,7 @@ def test_a_loaded_state_shares_no_memory():
 def test_a_loaded_or_forgotten_state_is_used_by_calls_that_were_worked_out_before():
     """A plan holds the channel's memory with the codec for a shape."""
     given = [[gauss(8, 12, seed=2 * step + rank) for rank in range(2)] for step in range(5)]
-    plans = [arguments.Plans() for _ in range(2)]
+    plans = [arguments.PlanCache() for _ in range(2)]
 
     def send(step, channels):
         tensors = [x.clone() for x in given[step]]
@@ -332,7 +334,7 @@ def test_a_call_that_is_refused_moves_no_residual():
     for slot, held in kept["residuals"].items():
         assert torch.equal(channels[0].residuals[slot], held)
     send(100, 200)
-    with pytest.raises(InputError, match="'b' owes something of 200 elements, but 300 are sent"):
+    with pytest.raises(InputError, match="'b' has a residual of 200 elements, but 300 are sent"):
         send(100, 300)
     for channel in channels:
         for slot in [slot for slot in channel.residuals if slot.startswith("b/")]:

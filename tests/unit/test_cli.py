@@ -13,8 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import thinwire
-from thinwire import __version__, cli
-from thinwire.bench import machine
+from thinwire import __version__, cli, machine
 from thinwire.cli import codecs as cli_codecs
 from thinwire.cli.output import print_json
 from thinwire.codecs import accuracy, picture

@@ -307,7 +307,7 @@ def test_a_warm_up_goes_from_float32_to_lu():
         ("positnn/40", "Posit needs n 2..16"),
         ("mellempundi", "did you mean 'mellempudi"),
         (3, "not int"),
-        (formats.get("e4m3"), "not Float; use Stages.uniform of it"),
+        (formats.get("e4m3"), "not Float; use Stages.uniform"),
     ],
 )
 def test_unknown_recipes_name_near_ones(spec, words):
@@ -316,7 +316,7 @@ def test_unknown_recipes_name_near_ones(spec, words):
 
 
 def test_rules_and_models_that_cannot_be_say_why():
-    with pytest.raises(FormatError, match="no layer's place is 'middle'; use one of"):
+    with pytest.raises(FormatError, match="unknown place 'middle'; use one of"):
         Rule(E4M3, place="middle")
     with pytest.raises(FormatError, match="a rule needs Stages"):
         Rule("e4m3")
@@ -345,14 +345,14 @@ def test_recipes_are_made_of_stages_and_rules():
         Recipe("x", "e4m3")
     with pytest.raises(FormatError, match="a tuple of Rule"):
         Recipe("x", Stages(), Rule(None))
-    with pytest.raises(InputError, match=r"counters is a simulate.Counters, not bool"):
+    with pytest.raises(InputError, match=r"counters must be a simulate.Counters, not bool"):
         convert(nn.Linear(1, 1), "e4m3", counters=True)
 
 
 def test_attributes_of_the_users_own_are_not_overwritten():
     first, layer = nn.Linear(1, 1), nn.Linear(1, 1)
     layer.name = "mine"
-    with pytest.raises(InputError, match="1 has name of its own"):
+    with pytest.raises(InputError, match="1 already has name"):
         convert(nn.Sequential(first, layer), "e4m3", tell=None)
     assert layer.name == "mine"
     assert type(layer) is type(first) is nn.Linear

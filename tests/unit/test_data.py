@@ -337,7 +337,7 @@ def test_files_brought_by_hand(tiny, cache, tmp_path):
     hand = tmp_path / "hand"
     hand.mkdir()
     tiny(GONE, Web("http://127.0.0.1:9", ("both.tgz",), keep=("set/*",)))
-    with pytest.raises(DataError, match=r"hand has nothing that works\n  one and 1 more: nothing there"):
+    with pytest.raises(DataError, match=r"hand has no files that work\n  one and 1 more: no file there"):
         data.fetch("tiny", folder=hand)
     (hand / "both.tgz").write_bytes(tarball({"set/one": ONE, "set/two": TWO}))
     data.fetch("tiny", folder=hand)
@@ -385,10 +385,10 @@ def test_load_says_what_is_wrong(cache):
     with pytest.raises(DataError, match="unknown data set 'nmist'; did you mean 'mnist'"):
         data.load("nmist")
     with pytest.raises(
-        DataError, match=r"mnist is not in .*: run `thinwire data fetch mnist`, or say fetch=True"
+        DataError, match=r"mnist is not in .*: run `thinwire data fetch mnist`, or pass fetch=True"
     ):
         data.load("mnist")
-    with pytest.raises(DataError, match="there are train and test"):
+    with pytest.raises(DataError, match=r"unknown split .*; use train or test"):
         data.load("mnist", "valid")
     for file in SETS["digits"].files:
         (cache / "digits").mkdir(parents=True, exist_ok=True)
@@ -525,7 +525,7 @@ def test_the_command_line_fetches(server, tiny, cache):
     assert isinstance(both.exception, DataError)
     assert "dead cannot be fetched" in str(both.exception)
     assert is_whole(cache), "one that fails does not keep the others away"
-    for wrong, message in ((("fetch",), "or say --all"), (("fetch", "tiyn"), "did you mean 'tiny'")):
+    for wrong, message in ((("fetch",), "or use --all"), (("fetch", "tiyn"), "did you mean 'tiny'")):
         with pytest.raises(DataError, match=message):
             raise run(*wrong).exception
 

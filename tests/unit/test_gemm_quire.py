@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinwire import formats
-from thinwire.kernels import gemm_cpu, gemm_exact, gemm_quire, gemm_quire_loops
+from thinwire.kernels import gemm_cpu, gemm_exact, gemm_quire, gemm_quire_numba
 
 NAN, INF = math.nan, math.inf
 NAMES = [
@@ -17,7 +17,7 @@ NAMES = [
 
 
 def extent(x):
-    return gemm_quire.Extent(*gemm_quire_loops.extent(x.contiguous().view(-1).numpy()))
+    return gemm_quire.Extent(*gemm_quire_numba.extent(x.contiguous().view(-1).numpy()))
 
 
 def assert_same(a, b):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from thinwire.bench import machine
+from thinwire import machine
 from thinwire.cli import lab as cli
 from thinwire.lab import Gpus, Lab, LabError, clean, gpus, hosts, mps, namespaces, probe, tools
-from thinwire.lab.topology import Plan, parse_burst, parse_link
+from thinwire.lab.topology import LabOptions, parse_burst, parse_link
 
 SAY = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 HANG = "import time; print('here', flush=True); time.sleep(60)"
@@ -105,7 +105,7 @@ def test_packets_fit_the_bucket_of_their_own_link():
 
 
 def test_environment_is_that_of_torchrun():
-    one = Plan(hosts=4).topology()
+    one = LabOptions(hosts=4).topology()
     told = one.environment(2, 29500)
     assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_ADDR"]) == ("2", "4", "10.77.0.1")
     assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"], told["GROUP_RANK"]) == ("0", "1", "2")
@@ -113,7 +113,7 @@ def test_environment_is_that_of_torchrun():
     assert json.loads(told["THINWIRE_LAB"])["link"] == "1gbit"
     assert (told["ROLE_RANK"], told["ROLE_WORLD_SIZE"], told["NODE_RANK"]) == ("2", "4", "2")
     assert told["TORCHELASTIC_USE_AGENT_STORE"] == "False", "rank 0 holds the store"
-    two = Plan(nodes=2, per_node=4).topology()
+    two = LabOptions(nodes=2, per_node=4).topology()
     told = two.environment(6, 29500)
     assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"], told["GROUP_RANK"]) == ("2", "4", "1")
     assert len({two.address(rank) for rank in range(8)}) == 8
@@ -124,7 +124,7 @@ def test_environment_is_that_of_torchrun():
 def test_lightning_takes_the_labs_ranks_as_they_are(words, monkeypatch):
     """Whether a script says devices=2, or devices=1 and num_nodes=2; without it ranks were 0 and 2 of 2."""
     environments = pytest.importorskip("lightning.fabric.plugins.environments")
-    topology = Plan(**words).topology()
+    topology = LabOptions(**words).topology()
     for name, value in topology.environment(1, 29500).items():
         monkeypatch.setenv(name, value)
     assert environments.TorchElasticEnvironment.detect()
@@ -440,19 +440,21 @@ def test_ranks_take_gpus_in_turn(count, nodes, per_node, expected):
 
 
 def test_every_rank_is_a_host_to_nccl_and_stays_on_its_link():
-    for plan in (Plan(hosts=2), Plan(nodes=2, per_node=2)):
+    for plan in (LabOptions(hosts=2), LabOptions(nodes=2, per_node=2)):
         topology = plan.topology()
         given = [topology.environment(rank, 29500) for rank in range(topology.world)]
         assert len({each["NCCL_HOSTID"] for each in given}) == topology.world
         assert {(each["NCCL_NET"], each["NCCL_IB_DISABLE"]) for each in given} == {("Socket", "1")}
-    assert "NCCL_NET" not in Plan(hosts=2, loopback=True).topology().environment(0, 29500)
-    assert Plan(hosts=2, link="10gbit").topology().defaults() == {}
-    assert Plan(hosts=2, link="40gbit").topology().defaults()["NCCL_NSOCKS_PERTHREAD"] == "2"
+    assert "NCCL_NET" not in LabOptions(hosts=2, loopback=True).topology().environment(0, 29500)
+    assert LabOptions(hosts=2, link="10gbit").topology().defaults(64) == {}
+    assert LabOptions(hosts=2, link="40gbit").topology().defaults(16)["NCCL_NSOCKS_PERTHREAD"] == "2"
+    assert LabOptions(hosts=4, link="40gbit").topology().defaults(16) == {}
+    assert LabOptions(hosts=2, loopback=True).topology().defaults(16) == {}
 
 
 def test_the_users_word_on_sockets_counts(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_NTHREADS", "1")
-    monkeypatch.setattr(Lab(hosts=1).topology.__class__, "defaults", lambda _: {"NCCL_SOCKET_NTHREADS": "4"})
+    monkeypatch.setattr(Lab(hosts=1).topology.__class__, "defaults", lambda *_: {"NCCL_SOCKET_NTHREADS": "4"})
     with Lab(hosts=1, loopback=True, device="cpu") as lab:
         code = "import os; print(os.environ['NCCL_SOCKET_NTHREADS'])"
         assert lab.run(python(code), timeout_s=30, echo=False).outputs == ("1\n",)

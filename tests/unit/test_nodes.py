@@ -76,11 +76,7 @@ def test_gradients_are_those_that_ranks_would_have(spec, schedule):
         each = [gradients(model, *part) for part in zip(x.chunk(WORLD), y.chunk(WORLD), strict=True)]
         for place, (name, parameter) in enumerate(zip(names, model.parameters(), strict=True)):
             ranks = [rank[place].clone() for rank in each]
-            how = (
-                choose(local.codec_of(Channel(spec)), parameter.numel(), WORLD)[0]
-                if schedule == "auto"
-                else schedule
-            )
+            how = choose(Channel(spec).codec, parameter.numel(), WORLD)[0] if schedule == "auto" else schedule
             local.all_reduce(ranks, channels, "avg", how, name=name, rng=Stream(5, step=step))
             assert all(torch.equal(rank, ranks[0]) for rank in ranks)
             assert torch.equal(parameter.grad, ranks[0]), name
@@ -144,7 +140,7 @@ SHAPED = [
         "qsgd8/64~shared",
         "fp32",
     )
-    for schedule in ("auto", "one_shot", "two_shot", "ring", "tree", "sparse")
+    for schedule in ("auto", "one_shot", "two_shot", "ring", "tree")
     if schedule == "auto" or serves(schedule, spec, (24, 40))
 ]
 SHAPED += [(codec.with_feedback("").spec, "auto") for codec in CODECS.values()]
@@ -264,7 +260,7 @@ def test_policies_route_tensors_by_name_and_step():
 def test_bytes_are_those_a_rank_would_send():
     model = net()
     numels = [each.numel() for each in model.parameters()]
-    wire = local.codec_of(Channel("int8/256"))
+    wire = Channel("int8/256").codec
     expected = (WORLD - 1) * sum(wire.nbytes(numel) for numel in numels)
     assert Nodes(model, WORLD, "int8/256", "one_shot").sent_nbytes == expected
 
@@ -277,7 +273,7 @@ def test_a_state_goes_on_where_it_was_taken():
     for nodes in (first, second):
         nodes.backward(loss, *batch(seed=2))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    with pytest.raises(InputError, match="the state is of 6 nodes, these are 2"):
+    with pytest.raises(InputError, match="the state is of 6 nodes, this Nodes has 2"):
         Nodes(one, 2, "onebit/64+ef").load_state_dict(first.state_dict())
 
 
@@ -352,11 +348,11 @@ def test_bad_calls_say_what_would_work():
     with pytest.raises(InputError, match="and a number of nodes, not int and Sequential"):
         Nodes(6, model)
     x, y = batch()
-    with pytest.raises(InputError, match="give as many of each"):
+    with pytest.raises(InputError, match="give the same number of each"):
         Nodes(model, WORLD).backward(loss, x, y[:WORLD])
     with pytest.raises(InputError, match="1 or more, not 0"):
         Nodes(model, WORLD).backward(loss, x, y, together=0)
-    with pytest.raises(InputError, match=r"0 computes in other numbers, .* use together=1"):
+    with pytest.raises(InputError, match=r"0 is simulated, .* use together=1"):
         Nodes(convert(model, "e4m3", tell=None), WORLD).backward(loss, x, y, together=2)
 
 
@@ -369,7 +365,7 @@ def test_one_node_sends_nothing():
 
 def test_every_schedule_is_said_to_gather_or_not():
     gathers = {spec for spec, each in SCHEDULES.items() if each.combine}
-    assert gathers == {each for each in SCHEDULES if each.startswith(("accumulate", "one_shot"))} | {"sparse"}
+    assert gathers == {each for each in SCHEDULES if each.startswith(("accumulate", "one_shot"))}
 
 
 def test_recipes_are_policies():
@@ -385,7 +381,7 @@ def test_what_is_owed_goes_along_to_another_route():
     owed = {name: 0.0 for name, _ in model.named_parameters()}
     for channel in nodes.channels["int2+ef"]:
         for name in owed:
-            owed[name] += sum(each for each in channel.owed(name).values()) / WORLD
+            owed[name] += sum(each for each in channel.residuals_of(name).values()) / WORLD
     again.load_state_dict(nodes.state_dict())
     for each in (nodes, again):
         each.backward(loss, *batch(seed=1))
@@ -399,7 +395,7 @@ def test_what_is_owed_goes_along_to_another_route():
         plain = sum(part[place] for part in parts) / WORLD
         assert torch.allclose(parameter.grad, plain + owed[name].view_as(plain), atol=2e-3)
         assert (parameter.grad - plain).abs().max() > 0.01
-    assert not any(channel.owed(name) for channel in nodes.channels["int2+ef"] for name in owed)
+    assert not any(channel.residuals_of(name) for channel in nodes.channels["int2+ef"] for name in owed)
 
 
 class Counting(nn.Module):
@@ -446,9 +442,9 @@ def test_one_node_is_never_computed_together():
 
 
 def test_policies_that_nodes_cannot_follow_are_refused():
-    with pytest.raises(InputError, match="replicas drift apart"):
+    with pytest.raises(InputError, match="lets replicas diverge"):
         Nodes(net(), 2, policy.get("noop"))
-    with pytest.raises(InputError, match="nodes do not climb the ladder of policy 'ladder'"):
+    with pytest.raises(InputError, match="Nodes cannot run the ladder of policy 'ladder'"):
         Nodes(net(), 2, Policy("ladder", (Rule("ladder"),), policy.Ladder(("int4", "int8"))))
 
 
@@ -493,3 +489,10 @@ def test_formats_and_codecs_of_ones_own_are_those_of_the_same_numbers_by_name():
         for one, two, three in zip(*found, strict=True):
             assert torch.equal(one, three)
             assert torch.equal(two, three)
+
+
+def test_a_model_without_gradients_is_refused():
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    for model in (nn.ReLU(), frozen):
+        with pytest.raises(InputError, match="no parameter with requires_grad=True"):
+            Nodes(model, 2)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from thinwire import cli, codecs, formats, policy, report, tables
-from thinwire.bench import machine, training
+from thinwire import cli, codecs, formats, machine, policy, report, tables
+from thinwire.bench import training
 from thinwire.cli import output
 from thinwire.codecs import CODECS
 from thinwire.errors import DataError, InputError, LabError, PolicyError, ThinwireError
-from thinwire.integrations import summary
+from thinwire.integrations import metrics_table
 from thinwire.study import demo
 from thinwire.study.store import Store, _digest
 
@@ -57,10 +57,10 @@ def no_folder(tmp_path):
         ("bench", "collectives", "--save", ""),
         ("bench", "training", "--save", ""),
         ("bench", "simulate", "--save", ""),
-        ("simulate", "mogami", "--quick", "--page", ".html"),
-        ("simulate", "mogami", "--quick", "--save", ""),
+        ("reproduce", "mogami", "--quick", "--page", ".html"),
+        ("reproduce", "mogami", "--quick", "--save", ""),
         ("study", "convergence", "--save", ""),
-        ("simulate", "mogami", "--quick", "--store", ".sqlite"),
+        ("reproduce", "mogami", "--quick", "--store", ".sqlite"),
         ("study", "run", "--store", ".sqlite"),
         ("demo", "--store", ".sqlite"),
         ("demo", "--out", ".html"),
@@ -147,15 +147,18 @@ def test_errors_of_the_script_are_shown_without_escape_sequences(monkeypatch, ca
         ({"points": []}, "it has no points"),
         ({"points": [{"step": 1, "seconds": 1.0, "sent_nbytes": None, "loss": 1.0}]}, "sent_nbytes is None"),
         ({"layers": 5}, "layers is 5"),
-        ({"trial": {}}, "trial needs a study"),
+        ({"trial": {}}, "trial needs a value for 'study'"),
         ({"trial": None}, "trial is None"),
         ({"replicas_equal": "yes"}, "replicas_equal is 'yes'"),
         ({"seconds": {"wire": "long"}}, "seconds is"),
         ({"environment": {"lab": 3}}, "lab is 3"),
-        ({"choice": {"chosen": "int8"}}, "choice needs a predicted_step_s"),
-        ({"choice": {"chosen": "x", "predicted_step_s": 1, "candidates": [{}]}}, "candidate needs a codec"),
+        ({"choice": {"chosen": "int8"}}, "choice needs a value for 'predicted_step_s'"),
+        (
+            {"choice": {"chosen": "x", "predicted_step_s": 1, "candidates": [{}]}},
+            "candidate needs a value for 'codec'",
+        ),
         ({"accuracy": [1]}, "accuracy is"),
-        (None, "is no record: it must be names with values"),
+        (None, "is no record: expected a table of names and values"),
     ],
 )
 def test_a_stored_record_of_wrong_types_is_refused_in_words(tmp_path, monkeypatch, change, said):
@@ -242,7 +245,7 @@ def test_a_policy_file_of_wrong_types_is_refused_in_words(tmp_path, text, said):
             ("bench", "collectives", "--codec", "itn8", "--link", "loopback"),
             "unknown codec 'itn8'; did you mean 'int8'?",
         ),
-        (("simulate", "mogmai"), "unknown reproduction 'mogmai'; did you mean 'mogami'"),
+        (("reproduce", "mogmai"), "unknown reproduction 'mogmai'; did you mean 'mogami'"),
     ],
 )
 def test_names_are_refused_before_any_rank_is_started(arguments, said, monkeypatch):
@@ -257,7 +260,7 @@ TABLES = [
     ("schedules",),
     ("data",),
     ("data", "show", "mnist"),
-    ("simulate",),
+    ("reproduce",),
     ("codecs",),
     ("codecs", "show", "topk/0.01~int8/256+ef"),
     ("codecs", "error", "onebit/64", "topk/0.01~int8/256+ef", "--samples", "256"),
@@ -323,10 +326,10 @@ def test_long_cells_of_a_list_are_folded_between_words(monkeypatch, capsys):
 
 def test_saved_results_fit_a_narrow_terminal(monkeypatch, capsys):
     """Those with the longest texts: claims of papers."""
-    from thinwire.cli.simulate import print_result
+    from thinwire.cli.reproduce import print_result
 
     monkeypatch.setenv("COLUMNS", str(80))
-    for saved in (Path(__file__).parents[2] / "benchmarks" / "results").glob("simulate-[abdgmp]*.json"):
+    for saved in (Path(__file__).parents[2] / "benchmarks" / "results").glob("reproduce-*.json"):
         print_result(json.loads(saved.read_text()))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 100
@@ -347,7 +350,7 @@ def test_summaries_and_policies_break_no_number_on_a_narrow_terminal(monkeypatch
     }  # fmt: skip
     monkeypatch.setenv("COLUMNS", str(width))
     policy.get("int4").show(net)
-    summary.print_summary(stats)
+    metrics_table.print_summary(stats)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
     for word in ("encoder.self_attn.in_proj_weight", "w[/b]", "int4/128", "12,345,678", "9,876,543",
@@ -359,7 +362,7 @@ def test_summaries_and_policies_break_no_number_on_a_narrow_terminal(monkeypatch
 def test_times_of_a_first_step_are_not_called_an_average(capsys):
     stats = dict.fromkeys(("since", "step_s", "auto")) | {"label": "int8", "steps": 1, "overlap": 0.0}
     stats |= {"sent_nbytes": 1, "fp32_nbytes": 4, "usual_s": {"wait": 1.0}, "layers": {}}
-    summary.print_summary(stats | {"uncompressed": {"tensors": 0}})
+    metrics_table.print_summary(stats | {"uncompressed": {"tensors": 0}})
     assert "of the first, which are slower: wait 1,000.00" in capsys.readouterr().out
 
 
@@ -429,7 +432,7 @@ def test_a_picture_of_one_codec_has_the_others_in_grey_and_no_name_on_another(mo
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes.values(), 2))
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["others", "blocks"]
     assert len(axes.collections[0].get_offsets()) == 31
-    assert "without loss, and so not drawn: fp32" in axes.get_title(loc="left")
+    assert "not drawn, since lossless or not finite: fp32" in axes.get_title(loc="left")
     drawn = []
     monkeypatch.setattr(picture, "plot", lambda table, _path, others: drawn.extend((table, others)))
     monkeypatch.setattr(cli.codecs, "COMPARED", 64)

@@ -15,9 +15,9 @@ from thinwire import codecs, policy, schedules, zoo
 from thinwire.codecs import Block
 from thinwire.errors import PolicyError, ScheduleError
 from thinwire.formats import Float, Table
-from thinwire.policy import RECIPES, Ladder, Policy, Rule, Tensorlike
+from thinwire.policy import RECIPES, Ladder, Policy, Rule, TensorInfo
 
-WEIGHT = Tensorlike("layers.0.weight", "weight", (300, 200))
+WEIGHT = TensorInfo("layers.0.weight", "weight", (300, 200))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -58,7 +58,7 @@ def test_rules_look_at_name_role_size_and_step(rule, matches):
 def test_the_first_rule_wins():
     both = Policy("both", (Rule("int8/256", name="layers.*"), Rule("fp32")))
     assert both.route(WEIGHT).codec == "int8/256"
-    assert both.route(Tensorlike("head.weight", "weight", (2, 2))).codec == "fp32"
+    assert both.route(TensorInfo("head.weight", "weight", (2, 2))).codec == "fp32"
 
 
 def test_a_policy_shows_which_rule_takes_what(capsys):
@@ -90,7 +90,7 @@ def test_small_tensors_are_float32_up_to_just_under_the_limit(name):
     assert policy.SMALL == 10_000
 
     def codec(*shape):
-        return recipe.route(Tensorlike("layers.0.weight", "weight", shape)).codec
+        return recipe.route(TensorInfo("layers.0.weight", "weight", shape)).codec
 
     assert [codec(1_000_000), codec(99, 101), codec(9_999, 1)] == ["fp32"] * 3
     assert codec(100, 100) == codec(1000, 1000) != "fp32"
@@ -101,7 +101,7 @@ def test_hybrid_rules_are_asked_in_their_order():
 
     def route(name, role="weight", shape=(300, 200), step=0):
         return [
-            RECIPES[recipe].route(Tensorlike(name, role, shape), step).codec
+            RECIPES[recipe].route(TensorInfo(name, role, shape), step).codec
             for recipe in ("hybrid-layers", "hybrid-steps")
         ]
 
@@ -144,7 +144,7 @@ def test_phases_change_where_steps_or_epochs_of_a_rule_begin_or_end():
         ({"rule": []}, "has no rules"),
         ({"rules": []}, "unknown key rules"),
         ({"rule": [{"codec": "fp32", "size": 3}]}, "unknown key size"),
-        ({"rule": [{"name": "*"}]}, "needs a codec"),
+        ({"rule": [{"name": "*"}]}, "needs a value for 'codec'"),
         ({"rule": [{"codec": "fp32", "role": "conv"}]}, "role 'conv'"),
     ],
 )

@@ -77,7 +77,7 @@ def test_unknown_names_are_errors():
         Quantizer("e4m3", rounding="sideways")
     with pytest.raises(FormatError, match="unknown format 'e4n3'"):
         Quantizer("e4n3")
-    with pytest.raises(FormatError, match=r"Precision.of\('e4m3~sr'\) takes a spec"):
+    with pytest.raises(FormatError, match=r"use Precision.of\('e4m3~sr'\)"):
         Precision("e4m3~sr")
 
 
@@ -144,5 +144,5 @@ def test_ordinary_rounding_is_not_saturation():
 
 
 def test_counters_want_a_number_of_calls():
-    with pytest.raises(InputError, match="every is a number of calls"):
+    with pytest.raises(InputError, match="every must be a number of calls"):
         Counters(every=0)

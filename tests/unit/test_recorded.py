@@ -10,8 +10,8 @@ from torch import nn
 from thinwire import simulate
 from thinwire.errors import InputError
 from thinwire.policy import Policy, Rule
+from thinwire.simulate.cuda_graph import Backward, Update, obstacle
 from thinwire.simulate.layers import simulated
-from thinwire.simulate.recorded import Backward, Update, obstacle
 
 GPU = torch.device("cuda")
 
@@ -48,13 +48,13 @@ def test_what_repeats_has_no_obstacle(wire):
             converted("positnn/8+quire"),
             None,
             Policy("one", (Rule("fp32", "low_rank/4"),)),
-            "low_rank/4 begins",
+            "low_rank/4 starts",
         ),
         (nn.BatchNorm1d(4, momentum=None), None, "fp32", "the model has a momentum"),
         (converted(EXACT["e4m3"]), None, "fp32", "0 has exact sums"),
         (converted(EXACT["int8~fit"]), None, "fp32", "0 has exact sums"),
         (nn.Linear(4, 4), None, "qsgd4", "qsgd4 rounds at random"),
-        (nn.Linear(4, 4), None, "onebit+ef", "onebit\\+ef .*remembers"),
+        (nn.Linear(4, 4), None, "onebit+ef", "onebit\\+ef .*keeps residuals"),
         (nn.Linear(4, 4), None, Policy("two", (Rule("fp32", last_step=3), Rule("qsgd4"))), "qsgd4"),
     ],
 )

@@ -104,6 +104,16 @@ def on_a_gpu(found, **lab):
     return replace(found, trial=trial, environment={**found.environment, "lab": described})
 
 
+def test_a_result_is_saved_under_its_device(tmp_path):
+    from thinwire.cli.report import keep
+
+    for found in (records(), [on_a_gpu(each) for each in records()]):
+        keep(report.summarize(found), tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["demo-cpu.json", "demo-cuda.json"]
+    keep(report.summarize(records()), None)  # nowhere
+
+
 def test_a_page_says_what_was_measured_and_that_hosts_share_a_gpu():
     summary = report.summarize([on_a_gpu(each) for each in records()])
     (setting,) = summary["settings"]

@@ -20,8 +20,8 @@ from thinwire.kernels.params import (
     Draw,
     GridParams,
     Segments,
-    SignPlan,
-    WirePlan,
+    SignLayout,
+    WireLayout,
     packed_nbytes,
 )
 from thinwire.scaling import Scaling
@@ -56,7 +56,7 @@ def minmax(bits, block, mode):
 
     def plan(numel):
         codes, blocks = packed_nbytes(numel, bits), p.blocks(numel)
-        return WirePlan(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, -7)
+        return WireLayout(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, -7)
 
     return p, plan
 
@@ -290,7 +290,7 @@ def test_one_bit_rows_reduce_as_a_sum_that_is_encoded(threshold):
 
 @pytest.mark.parametrize("feedback", [False, True])
 def test_largest_magnitudes(feedback):
-    segments = segments_of([SignPlan(n, 64, 64, -1, 0, 0) for n in (*NUMELS, 20000, 0)])
+    segments = segments_of([SignLayout(n, 64, 64, -1, 0, 0) for n in (*NUMELS, 20000, 0)])
     numel = sizes(segments)[0]
     x, residual = numbers(numel), numbers(numel, 1) if feedback else None
     found = kernels.segment_magnitudes(x, segments, residual)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from thinwire import FormatError, InputError
-from thinwire.policy import Ladder
+from thinwire.policy import Ladder as CodecLadder
 from thinwire.simulate import Quantizer, Stages
 from thinwire.simulate.assignment import (
     HIGH,
@@ -22,7 +22,7 @@ from thinwire.simulate.assignment import (
 )
 from thinwire.simulate.conversion import convert, describe
 from thinwire.simulate.counters import Counters
-from thinwire.simulate.ladder import Climb, Rungs, diversity, muppet
+from thinwire.simulate.ladder import PrecisionLadder, PrecisionLadderState, diversity, muppet
 
 
 class Net(nn.Module):
@@ -223,27 +223,27 @@ def test_muppet_rounds_operands_alone():
 
 
 def test_thresholds_are_those_of_muppet():
-    found = [Rungs().threshold(epoch) for epoch in (0, 10, 20, 30)]
+    found = [PrecisionLadder().threshold(epoch) for epoch in (0, 10, 20, 30)]
     assert found == [1 + 1.5 * math.exp(-x) for x in (0, 1, 2, 3)]
     assert [round(each, 2) for each in found] == [2.5, 1.55, 1.2, 1.07]
-    ladder = Ladder(("int8", "fp32"))
+    ladder = CodecLadder(("int8", "fp32"))
     assert found == [ladder.threshold(epoch) for epoch in (0, 10, 20, 30)]
 
 
 def test_diversity_of_equal_and_of_orthogonal_gradients():
-    climb = Climb()
+    state = PrecisionLadderState()
     for i in range(3):
-        climb.look({"same": torch.ones(5), "apart": torch.eye(3)[i], "rests": torch.zeros(2)}, epoch=i)
-    assert math.isclose(climb.last, (3 * 5 / 45 + 3 / 3) / 2, rel_tol=1e-6)
+        state.look({"same": torch.ones(5), "apart": torch.eye(3)[i], "rests": torch.zeros(2)}, epoch=i)
+    assert math.isclose(state.last, (3 * 5 / 45 + 3 / 3) / 2, rel_tol=1e-6)
     assert diversity(torch.tensor([4.0]), [torch.tensor([1.0, 1.0])]).item() == 2
 
 
 def test_diversity_of_half_precision_gradients_is_computed_in_single():
     """The squares of 300 numbers of 100 are beyond float16."""
-    climb = Climb()
+    state = PrecisionLadderState()
     for i in range(3):
-        climb.look({"fc": torch.full((300,), 100.0, dtype=torch.float16)}, epoch=i)
-    assert math.isclose(climb.last, 1 / 3, rel_tol=1e-6)
+        state.look({"fc": torch.full((300,), 100.0, dtype=torch.float16)}, epoch=i)
+    assert math.isclose(state.last, 1 / 3, rel_tol=1e-6)
 
 
 def gradients_of(wanted):
@@ -253,85 +253,85 @@ def gradients_of(wanted):
     return [torch.tensor([math.cos(x), math.sin(x)]) for x in (-angle, 0.0, angle)]
 
 
-def feed(climb, wanted, epoch):
+def feed(state, wanted, epoch):
     """One epoch with a given diversity of the last three gradients."""
-    climb._seen = [{"fc": each} for each in gradients_of(wanted)[:2]]
-    return climb.look([("fc", gradients_of(wanted)[2]), ("frozen", None)], epoch)
+    state._seen = [{"fc": each} for each in gradients_of(wanted)[:2]]
+    return state.look([("fc", gradients_of(wanted)[2]), ("frozen", None)], epoch)
 
 
 def test_two_violations_make_a_level():
-    climb = Climb()
+    state = PrecisionLadderState()
     # at epoch 10 a fall by 1.55 is allowed
-    assert not feed(climb, 1.0, 9)
-    assert not feed(climb, 1 / 1.54, 10)
-    assert (climb.level, climb.violations) == (0, 0)
-    assert not feed(climb, 1 / 1.56, 10)
-    assert climb.violations == 1
-    assert not feed(climb, 0.99, 10)
-    assert climb.violations == 1
-    assert feed(climb, 1 / 1.56, 10)
-    assert (climb.level, climb.violations, climb.largest) == (1, 0, 0.0)
-    assert climb.stages == muppet()[1]
+    assert not feed(state, 1.0, 9)
+    assert not feed(state, 1 / 1.54, 10)
+    assert (state.level, state.violations) == (0, 0)
+    assert not feed(state, 1 / 1.56, 10)
+    assert state.violations == 1
+    assert not feed(state, 0.99, 10)
+    assert state.violations == 1
+    assert feed(state, 1 / 1.56, 10)
+    assert (state.level, state.violations, state.largest) == (1, 0, 0.0)
+    assert state.stages == muppet()[1]
     # the maximum is that of this level: what was a violation is none
-    assert not feed(climb, 1 / 1.56, 11)
-    assert climb.violations == 0
+    assert not feed(state, 1 / 1.56, 11)
+    assert state.violations == 0
 
 
 def test_the_last_level_is_the_last():
     levels = muppet(("int8~fit", "fp32"))
-    climb = Climb(Rungs(levels, patience=1))
-    feed(climb, 2.0, 50)
-    assert feed(climb, 1.0, 50)
-    assert str(climb.stages) == "fp32"
-    feed(climb, 2.0, 50)
-    assert not feed(climb, 1.0, 50)
-    assert climb.level == 1
+    state = PrecisionLadderState(ladder=PrecisionLadder(levels, patience=1))
+    feed(state, 2.0, 50)
+    assert feed(state, 1.0, 50)
+    assert str(state.stages) == "fp32"
+    feed(state, 2.0, 50)
+    assert not feed(state, 1.0, 50)
+    assert state.level == 1
 
 
 def test_bad_gradients_decide_nothing():
-    climb = Climb(Rungs(patience=1))
-    feed(climb, 2.0, 50)
+    state = PrecisionLadderState(ladder=PrecisionLadder(patience=1))
+    feed(state, 2.0, 50)
     for bad in (float("nan"), float("inf")):
-        assert not climb.look({"fc": torch.tensor([bad, 1.0])}, 50)
-    assert (climb.level, climb.violations) == (0, 0)
+        assert not state.look({"fc": torch.tensor([bad, 1.0])}, 50)
+    assert (state.level, state.violations) == (0, 0)
 
 
 def test_nothing_is_said_before_the_window_is_full():
-    climb, gradient = Climb(), torch.ones(2)
+    state, gradient = PrecisionLadderState(), torch.ones(2)
     for epoch in range(2):
-        climb.look({"fc": gradient}, epoch)
-        assert math.isnan(climb.last)
+        state.look({"fc": gradient}, epoch)
+        assert math.isnan(state.last)
     gradient.zero_()  # what was seen is a copy
-    climb.look({"fc": torch.ones(2)}, 2)
-    assert math.isclose(climb.last, 1 / 3, rel_tol=1e-6)
+    state.look({"fc": torch.ones(2)}, 2)
+    assert math.isclose(state.last, 1 / 3, rel_tol=1e-6)
 
 
 def test_all_ranks_decide_on_one_number():
-    climb = Climb(Rungs(patience=1))
-    feed(climb, 2.0, 50)
-    agreed = climb.look({"fc": torch.ones(2)}, 50, agree=lambda x: torch.full_like(x, 0.5))
+    state = PrecisionLadderState(ladder=PrecisionLadder(patience=1))
+    feed(state, 2.0, 50)
+    agreed = state.look({"fc": torch.ones(2)}, 50, agree=lambda x: torch.full_like(x, 0.5))
     assert agreed
-    assert climb.last == 0.5
+    assert state.last == 0.5
 
 
 def test_a_saved_climb_goes_on():
-    climb, other = Climb(), Climb()
-    feed(climb, 1.0, 10)
-    feed(climb, 0.5, 10)
-    other.load_state_dict(climb.state_dict())
-    assert (other.level, other.largest, other.violations) == (0, climb.largest, 1)
-    assert torch.equal(other._seen[2]["fc"], climb._seen[2]["fc"])
+    state, other = PrecisionLadderState(), PrecisionLadderState()
+    feed(state, 1.0, 10)
+    feed(state, 0.5, 10)
+    other.load_state_dict(state.state_dict())
+    assert (other.level, other.largest, other.violations) == (0, state.largest, 1)
+    assert torch.equal(other._seen[2]["fc"], state._seen[2]["fc"])
     assert feed(other, 0.5, 10)
 
 
 def test_a_ladder_says_what_is_wrong():
     with pytest.raises(FormatError, match="window >= 2"):
-        Rungs(window=1)
-    climb = Climb()
+        PrecisionLadder(window=1)
+    state = PrecisionLadderState()
     for name in "ab":
-        climb.look({name: torch.ones(1)}, 0)
+        state.look({name: torch.ones(1)}, 0)
     with pytest.raises(InputError, match="no layer has had a gradient in every epoch"):
-        climb.look({"c": torch.ones(1)}, 0)
+        state.look({"c": torch.ones(1)}, 0)
 
 
 @pytest.mark.parametrize("name", ["0", "a[0]", "a*"])
@@ -358,3 +358,27 @@ def test_compiled_models_have_the_names_of_plain_ones():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     found = demote(Compiled(model), torch.zeros(1, 4), 0.5)
     assert found == demote(model, torch.zeros(1, 4), 0.5) == {"0": LOW, "1": HIGH}
+
+
+class Tagged(nn.Module):
+    """A layer that returns a text beside its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"result": self.fc(x), "unit": "metres", "raw": b"bytes"}
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tagged, self.head = Tagged(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.tagged(x)["result"])
+
+
+def test_layers_may_return_texts_beside_tensors():
+    assert [each.name for each in groups(Reads(), torch.ones(1, 4))] == ["tagged.fc", "head"]

@@ -341,7 +341,7 @@ def test_mistakes_are_named():
         SGD([parameter], -1)
     with pytest.raises(InputError, match=r"must be float32, .* not float64"):
         SGD([nn.Parameter(torch.ones(3).double())], 0.1)
-    with pytest.raises(InputError, match="2 names, 1 of params"):
+    with pytest.raises(InputError, match="2 names for 1 params"):
         SGD([parameter], 0.1, names=["a", "b"])
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
@@ -413,7 +413,7 @@ def test_a_saved_scale_goes_on():
         scaling.update(finite)
     other.load_state_dict(scaling.state_dict())
     assert [scaling.update(True), scaling.scale] == [other.update(True), other.scale] == [True, 2.0**16]
-    with pytest.raises(InputError, match="of kind dynamic; make one of that, not static"):
+    with pytest.raises(InputError, match="of kind dynamic needs a LossScale of that kind, not static"):
         LossScale(8).load_state_dict(scaling.state_dict())
     with pytest.raises(InputError, match="unknown loss scale 'auto'; use one of: none, dynamic, or a number"):
         LossScale("auto")

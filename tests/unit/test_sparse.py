@@ -15,7 +15,7 @@ from thinwire.codecs.dct import _largest, transform
 from thinwire.codecs.names import spell
 from thinwire.codecs.sparse import index_bits, part
 from thinwire.errors import CodecError, WireError
-from thinwire.kernels import reference, select, select_loops
+from thinwire.kernels import reference, select, select_numba
 
 STREAM = Stream(seed=3, step=1, tensor="weights")
 LONG = select.WORTH_SAMPLING + 12_345  # long enough to be sampled, and no round number
@@ -163,9 +163,9 @@ def test_a_threshold_is_reached_or_the_room_is_full(kind, room):
 
 def test_a_misleading_sample_changes_nothing():
     """All large elements where the sample looks, and then none of them there."""
-    spans = torch.arange(LONG) // select_loops.SPAN
-    block = spans // select_loops.SAMPLED
-    sampled = spans % select_loops.SAMPLED == block * 29 % select_loops.SAMPLED
+    spans = torch.arange(LONG) // select_numba.SPAN
+    block = spans // select_numba.SAMPLED
+    sampled = spans % select_numba.SAMPLED == block * 29 % select_numba.SAMPLED
     for where in (sampled, ~sampled):
         x = data("gauss", LONG) * torch.where(where, 1e4, 1.0)
         k = part(0.005, LONG)
@@ -414,7 +414,7 @@ def test_places_outside_or_out_of_order_are_refused(codec):
         broken = wire.clone()
         for offset in range(4):
             corrupt(codec, broken, "indices", 1000, offset, value)
-        with pytest.raises(WireError, match="places that are none"):
+        with pytest.raises(WireError, match="invalid indices: out of range or not ascending"):
             codec.decode(broken, 1000, out=out)
         with pytest.raises(WireError):
             codec.decode_add(broken, out)

@@ -148,10 +148,10 @@ MISTAKES = {
     "int8/256~rms0": "positive number of root mean squares",
     "int8/256~offset31": "10\\*\\*-30 to 10\\*\\*30",
     "int8/256~e8m0": "an e8m0 scale is a power of two; choose pow2 or floor",
-    "linear_legacy/64~sr": "has no 'stochastic'; it has: nearest",
-    "int8/256+eff": "after '\\+' comes one of: ef, ef:bf16, ef:8bit; not 'eff'",
+    "linear_legacy/64~sr": "has no rounding 'stochastic'; it has: nearest",
+    "int8/256+eff": "after '\\+' use one of: ef, ef:bf16, ef:8bit; not 'eff'",
     "int8/256+ef:fp16": "ef:bf16, ef:8bit; not 'ef:fp16'",
-    "int8/256+": "after '\\+' comes one of",
+    "int8/256+": "after '\\+' use one of",
     "int8/256+ef+ef": "not 'ef\\+ef'",
     "fp32~sr": "fp32 takes no '~sr'",
     "fp16/64": "fp16 takes no '/64'",
@@ -162,8 +162,8 @@ MISTAKES = {
     "nvfp4/32": "nvfp4 takes no '/32'",
     "qsgd1": "2 to 24 bits, not 1",
     "qsgd4~nearest": "QSGD rounds at random",
-    "qsgd4~pow2": "QSGD rounds at random, by the largest magnitude",
-    "qsgd4~bf16": "write it out, as in int4/512~sr~bf16",
+    "qsgd4~pow2": "QSGD rounds at random and scales by the largest magnitude",
+    "qsgd4~bf16": "write a block codec, as in int4/512~sr~bf16",
     "nuqsgd9": "NUQSGD has 2 to 8 bits, not 9",
     "nuqsgd4~sr": "nuqsgd4 takes no '~sr'",
     "terngrad~l2": "TernGrad rounds at random; ~rms2.5",
@@ -194,12 +194,13 @@ MISTAKES = {
     "topk/nan": "more than 0 and at most 1, not nan",
     "topk/0.1~what": "^'topk/0.1~what': unknown codec 'what'",
     "topk/0.1~qsgd8~shared": "needs an agreement between ranks",
+    "dct/4:17": "use 1 to 4, or for matrices up to 16",
     "mstopk": r"needs a fraction, as in mstopk/0\.01",
     "randomk/0.1~unbiased~fp16": "not right on average",
     "threshold": r"needs a magnitude, as in threshold/0\.001",
     "threshold/0": "a threshold is a positive float32",
     "threshold/1e60": "a threshold is a positive float32",
-    "threshold/0.1~cap2": "the capacity is more than 0 and at most 1",
+    "threshold/0.1~cap2": "the capacity must be more than 0 and at most 1",
     "threshold/0.1~cap.-e": "cap",
     "dct": "write dct/CHUNK:KEPT, as in dct/64:8",
     "dct/64": "write dct/CHUNK:KEPT",
@@ -279,7 +280,7 @@ def test_an_unknown_spec_is_a_codec_error_and_a_value_error():
 
 @pytest.mark.parametrize("thing", [None, 8, b"int8", ["int8"], Block])
 def test_only_strings_and_codecs_are_specs(thing):
-    with pytest.raises(UnknownCodecError, match=r"a spec such as 'int8/256', not by \w+"):
+    with pytest.raises(UnknownCodecError, match=r"a spec such as 'int8/256', a Codec or a Format, not \w+"):
         codecs.get(thing)
 
 
@@ -384,7 +385,7 @@ def test_labels_do_not_break_the_grammar():
 
 
 def test_a_format_that_this_process_has_not_met_is_asked_for():
-    with pytest.raises(UnknownCodecError, match="has not met; pass the Format itself once"):
+    with pytest.raises(UnknownCodecError, match="does not know; pass the Format itself once"):
         codecs.get("mine#00000000/64")
 
 

@@ -14,15 +14,15 @@ import thinwire
 from thinwire import Channel, ThinwireError, integrations, policy
 from thinwire.errors import InputError
 from thinwire.integrations.auto import Candidate, Choice
+from thinwire.integrations.auto_driver import AutoDriver
 from thinwire.integrations.futures import ready
-from thinwire.integrations.ladder import Climber
-from thinwire.integrations.pilot import Pilot
+from thinwire.integrations.handle import Handle
+from thinwire.integrations.ladder import LadderState
 from thinwire.integrations.routes import Route, schedule_of
-from thinwire.integrations.wire import Wire
-from thinwire.policy import LADDER, Ladder, Policy, Rule, Tensorlike
+from thinwire.policy import LADDER, Ladder, Policy, Rule, TensorInfo
 from thinwire.runtimes import local
 from thinwire.simulate import SGD, Adam, LossScale, Nodes, RMSprop
-from thinwire.simulate.ladder import Climb
+from thinwire.simulate.ladder import PrecisionLadderState
 
 SOURCES = Path(thinwire.__file__).parent
 WORLD = 2
@@ -51,38 +51,38 @@ def gauss(*shape, seed=0):
 class Wires:
     """The handles of two ranks, without their process group: what the hook would do to them."""
 
-    def __init__(self, rules=POLICY, pilots=(None, None)):
-        self.ranks = [Wire(rules, double_buffer=True, pilot=pilot) for pilot in pilots]
+    def __init__(self, rules=POLICY, autos=(None, None)):
+        self.ranks = [Handle(rules, double_buffer=True, auto=auto) for auto in autos]
         parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-        for rank, wire in enumerate(self.ranks):
-            wire.rank, wire.world = rank, WORLD
+        for rank, handle in enumerate(self.ranks):
+            handle.rank, handle.world = rank, WORLD
             for name, each in parameters.items():
-                wire.tensors[id(each)] = each, Tensorlike(name, "weight", SHAPES[name])
+                handle.tensors[id(each)] = each, TensorInfo(name, "weight", SHAPES[name])
 
     def step(self, seed):
         for tensor in self.ranks[0].trained:
             given = [gauss(*tensor.shape, seed=97 * seed + rank) for rank in range(WORLD)]
-            for wire, gradient in zip(self.ranks, given, strict=True):
-                rule = wire.policy.route(tensor, seed, 0, wire.router.level)
-                wire.routes[tensor.name] = Route(rule.codec, schedule_of(rule, tensor.numel, WORLD))
-                if tensor.name in wire.debts:
-                    wire.debts[tensor.name].add_(gradient)
-                if wire.climber is not None:
-                    wire.climber.see(tensor.name, gradient)
+            for handle, gradient in zip(self.ranks, given, strict=True):
+                rule = handle.policy.route(tensor, seed, 0, handle.router.level)
+                handle.routes[tensor.name] = Route(rule.codec, schedule_of(rule, tensor.numel, WORLD))
+                if tensor.name in handle.pending:
+                    handle.pending[tensor.name].add_(gradient)
+                if handle.ladder_state is not None:
+                    handle.ladder_state.see(tensor.name, gradient)
             codec, schedule = self.ranks[0].routes[tensor.name]
-            channels = [wire.channel(codec) for wire in self.ranks]
+            channels = [handle.channel(codec) for handle in self.ranks]
             local.all_reduce(given, channels, "avg", schedule, name=tensor.name)
-            for wire, gradient in zip(self.ranks, given, strict=True):
-                held = wire._stale.get(tensor.name, (None, torch.zeros(tensor.shape)))[1]
-                wire._stale[tensor.name] = ready(held), held.copy_(gradient)
-        for wire in self.ranks:
-            wire.step += 1
+            for handle, gradient in zip(self.ranks, given, strict=True):
+                held = handle._buffers._stale.get(tensor.name, (None, torch.zeros(tensor.shape)))[1]
+                handle._buffers._stale[tensor.name] = ready(held), held.copy_(gradient)
+        for handle in self.ranks:
+            handle.step += 1
 
     def run(self, steps=2):
         for step in range(steps):
             self.step(step)
-        for wire in self.ranks:
-            wire.debts["a"] = gauss(*SHAPES["a"])
+        for handle in self.ranks:
+            handle.pending["a"] = gauss(*SHAPES["a"])
         return self.ranks[0]
 
 
@@ -123,19 +123,19 @@ def an_optimizer(make):
     return optimizer, step
 
 
-def a_climber():
-    climber = Climber(LEVELS)
+def a_ladder():
+    ladder_state = LadderState(ladder=LEVELS)
 
     def step(seed):
-        climber.see("w", gauss(20, seed=seed))
-        climber.end_look(lambda found: found)
+        ladder_state.see("w", gauss(20, seed=seed))
+        ladder_state.end_look(lambda found: found)
 
-    return climber, step
+    return ladder_state, step
 
 
-def a_climb():
-    climb = Climb()
-    return climb, lambda seed: climb.look({"w": gauss(20, seed=seed)}, seed)
+def a_precision_ladder():
+    state = PrecisionLadderState()
+    return state, lambda seed: state.look({"w": gauss(20, seed=seed)}, seed)
 
 
 def a_choice():
@@ -148,9 +148,9 @@ def a_choice():
     return choice, step
 
 
-def a_pilot():
+def a_driver():
     choice, step = a_choice()
-    return Pilot(choice), step
+    return AutoDriver(choice), step
 
 
 def a_scale():
@@ -158,7 +158,7 @@ def a_scale():
     return scale, lambda seed: scale.update(bool(seed % 3))
 
 
-def a_wire():
+def a_handle():
     wires = Wires()
     return wires.run(1), wires.step
 
@@ -171,12 +171,12 @@ MAKERS = {
         lambda: an_optimizer(lambda p: Adam(p, 0.1, keep="bfloat16~sr")),
         lambda: an_optimizer(lambda p: RMSprop(p, 0.1, momentum=0.9)),
     ],
-    "Climber": [a_climber],
-    "Climb": [a_climb],
+    "LadderState": [a_ladder],
+    "PrecisionLadderState": [a_precision_ladder],
     "Choice": [a_choice],
-    "Pilot": [a_pilot],
+    "AutoDriver": [a_driver],
     "LossScale": [a_scale],
-    "Wire": [a_wire],
+    "Handle": [a_handle],
 }
 
 
@@ -223,7 +223,7 @@ def test_a_state_is_not_changed_by_later_steps(kind, make):
     assert same(state, kept), "the run goes on in its state"
     assert not same(one.state_dict(), kept), "the steps change nothing, so this says nothing"
     other, go_on = make()
-    loaded = other if kind != "Pilot" else other.choice
+    loaded = other if kind != "AutoDriver" else other.choice
     loaded.load_state_dict(state)
     assert same(other.state_dict() if kind != "Choice" else {**other.state_dict(), "profile": None}, kept)
     for seed in (3, 4, 5):
@@ -239,7 +239,9 @@ def test_a_channel_resumes_from_memory():
     through = [channel.encode(x, "w") for x in given[3:]]
     again = Channel("onebit/64+ef")
     again.load_state_dict(state)
-    assert all(torch.equal(again.encode(x, "w"), wire) for x, wire in zip(given[3:], through, strict=True))
+    assert all(
+        torch.equal(again.encode(x, "w"), handle) for x, handle in zip(given[3:], through, strict=True)
+    )
 
 
 # Damaged states
@@ -335,7 +337,7 @@ HARMLESS = [
     (("step",), LATER),
     (("epoch",), LATER),
     (("stale", "*"), (*BAD, "half")),  # of 16 bits
-    (("debts", "*"), ("drop",)),  # nothing is owed
+    (("pending", "*"), ("drop",)),  # nothing is owed
     *((("ladder", name), LATER) for name in COUNTS),
     (("ladder", "level"), ("more",)),
     (("ladder", "sums", "*"), BAD),
@@ -363,16 +365,27 @@ def harmless(path, how, piloted):
     return any(fits(pattern, path) and how in ways for pattern, ways in HARMLESS + (TABLE if piloted else []))
 
 
-def seen(wire):
+def seen(handle):
     """All of a handle that a load may change."""
-    pilot = None if wire.pilot is None else (wire.pilot.settled, wire.pilot.chosen, wire.pilot.describe())
-    handles = [id(wire.channels), *map(id, wire.channels.values()), id(wire.climber), id(wire.policy)]
-    return {"state": wire.state_dict(), "policy": wire.policy.to_toml(), "pilot": pilot, "handles": handles}
+    pilot = None if handle.auto is None else (handle.auto.settled, handle.auto.chosen, handle.auto.describe())
+    handles = [
+        id(handle.channels),
+        *map(id, handle.channels.values()),
+        id(handle.ladder_state),
+        id(handle.policy),
+    ]
+    return {
+        "state": handle.state_dict(),
+        "policy": handle.policy.to_toml(),
+        "pilot": pilot,
+        "handles": handles,
+    }
 
 
-def a_piloted(step=True):
+def a_drivered(step=True):
     wires = Wires(
-        policy.get("int8" if step else "fp32"), [Pilot(settled() if step else Choice()) for _ in range(2)]
+        policy.get("int8" if step else "fp32"),
+        [AutoDriver(settled() if step else Choice()) for _ in range(2)],
     )
     return wires.run() if step else wires.ranks[0]
 
@@ -382,15 +395,15 @@ def test_a_damaged_state_is_refused_and_changes_nothing(seed):
     draw, piloted = random.Random(seed), seed % 4 == 3
     state = copy.deepcopy((PILOTED if piloted else MIXED)())
     path, how = damage(state, draw)
-    wire = a_piloted(step=False) if piloted else Wires().run(1)
-    before = seen(wire)
+    handle = a_drivered(step=False) if piloted else Wires().run(1)
+    before = seen(handle)
     try:
-        wire.load_state_dict(state)
+        handle.load_state_dict(state)
     except ThinwireError:
-        assert same(seen(wire), before), f"{path}, {how}: refused, but changed"
+        assert same(seen(handle), before), f"{path}, {how}: refused, but changed"
         return
     assert harmless(path, how, piloted), f"{path}, {how}: accepted"
-    wire.state_dict()
+    handle.state_dict()
 
 
 def remembered(make):
@@ -404,20 +417,20 @@ def remembered(make):
     return found
 
 
-MIXED, PILOTED = remembered(lambda: Wires().run()), remembered(a_piloted)
+MIXED, PILOTED = remembered(lambda: Wires().run()), remembered(a_drivered)
 
 
 @pytest.mark.parametrize("found", [MIXED, PILOTED], ids=["mixed", "piloted"])
 def test_a_state_that_is_whole_is_taken(found):
-    wire = a_piloted(step=False) if found is PILOTED else Wires().run(1)
-    wire.load_state_dict(found())
-    assert same({**wire.state_dict(), "auto": {}}, {**found(), "auto": {}})
-    assert wire.policy == (policy.get("int8") if found is PILOTED else POLICY)
+    handle = a_drivered(step=False) if found is PILOTED else Wires().run(1)
+    handle.load_state_dict(found())
+    assert same({**handle.state_dict(), "auto": {}}, {**found(), "auto": {}})
+    assert handle.policy == (policy.get("int8") if found is PILOTED else POLICY)
 
 
 def test_a_state_that_lacks_something_is_refused():
     """What was owed would be lost without a word."""
-    for key, said in (("channels", "is missing"), ("stale", "of some tensors, but not of all")):
+    for key, said in (("channels", "is missing"), ("stale", "must name the same tensors")):
         owing = [
             name for name, held in MIXED()["channels"].items() if held["residuals"] and name != "fp32+ef"
         ]
@@ -431,7 +444,7 @@ def test_a_state_that_lacks_something_is_refused():
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (5, 3)])
 def test_a_state_of_no_rank_is_refused(rank, world):
-    with pytest.raises(InputError, match=f"it is of rank {rank} of {world}"):
+    with pytest.raises(InputError, match=f"there is no rank {rank} among {world} ranks"):
         Wires().run(1).load_state_dict({**MIXED(), "rank": rank, "world": world})
 
 
@@ -444,7 +457,7 @@ def test_what_is_not_a_number_is_no_time():
     state = copy.deepcopy(PILOTED())
     state["auto"]["fp32_step_s"] = torch.ones(3)
     with pytest.raises(InputError, match="does not say how long steps took"):
-        a_piloted(step=False).load_state_dict(state)
+        a_drivered(step=False).load_state_dict(state)
 
 
 def test_what_is_no_checkpoint_is_refused_in_words(tmp_path):
@@ -460,23 +473,21 @@ def test_what_is_no_checkpoint_is_refused_in_words(tmp_path):
 
 def test_stale_gradients_need_double_buffering():
     """A handle without it would neither use nor drop them."""
-    wire, other = Wires().run(), Wires().run(1)
+    handle, other = Wires().run(), Wires().run(1)
     other.double_buffer = False
-    before, state = seen(other), wire.state_dict()
-    with pytest.raises(
-        InputError, match=r"attach with double_buffer=True, or leave them out: state\['stale'\]"
-    ):
+    before, state = seen(other), handle.state_dict()
+    with pytest.raises(InputError, match=r"attach with double_buffer=True, or drop them: state\['stale'\]"):
         other.load_state_dict(state)
     assert same(seen(other), before)
     other.load_state_dict({**state, "stale": {}})
-    assert same(other.debts, wire.debts)
+    assert same(other.pending, handle.pending)
 
 
 # What simulates has states as well
 
 SIMULATED = [
     pytest.param(make, id=f"{kind}{i}")
-    for kind in ("LossScale", "Rounded", "Nodes", "Climb")
+    for kind in ("LossScale", "Rounded", "Nodes", "PrecisionLadderState")
     for i, make in enumerate(MAKERS[kind])
 ]
 #: As HARMLESS, for these: what a later version adds, or the same run at another moment.

@@ -122,7 +122,7 @@ def test_an_empty_file_becomes_a_store(path):
 def test_a_file_that_is_no_store_is_left_alone(path, text):
     path.write_text(text)
     with pytest.raises(
-        ThinwireError, match=r"records.sqlite is damaged or no store .*move it away"
+        ThinwireError, match=r"records.sqlite is damaged or not a store .*move it away"
     ) as raised:
         Store(path)
     assert "\n" not in str(raised.value)

@@ -3,8 +3,8 @@
 import itertools
 
 from thinwire import codecs
-from thinwire.runtimes.gloo import TAGS, tag
-from thinwire.runtimes.gloo_line import GREETING
+from thinwire.runtimes.gloo_runtime import COMPARING
+from thinwire.runtimes.gloo_transport import TAGS, tag
 from thinwire.runtimes.job import AGREEMENT, PIECE, spans
 from thinwire.schedules import get
 
@@ -29,6 +29,6 @@ def test_other_calls_mostly_have_other_tags():
 
 def test_no_piece_is_taken_for_another_or_for_talk():
     """A tensor makes few pieces, however large."""
-    assert AGREEMENT != GREETING
+    assert AGREEMENT != COMPARING
     pieces = list(spans([PIECE << 12], [codecs.get("int8/256")], get("two_shot")))
-    assert len(pieces) < min(AGREEMENT, GREETING)
+    assert len(pieces) < min(AGREEMENT, COMPARING)

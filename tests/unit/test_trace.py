@@ -31,7 +31,7 @@ def gauss(numel, seed=0):
 
 
 def served(schedule, world, specs=DOZEN):
-    fits = world % schedule.inside == 0
+    fits = world % schedule.ranks_per_node == 0
     return [codecs.get(spec) for spec in specs if fits and not schedule.refuses(codecs.get(spec))]
 
 
@@ -127,7 +127,7 @@ def test_pieces_of_one_size_and_different_codecs_are_counted_apart():
     def sent(*specs):
         items = [Item(numel, Channel(spec), f"w{i}", 0, i * numel, i) for i, spec in enumerate(specs)]
         call = jobs.Call("all_reduce", "several", (numel,) * len(specs), "float32")
-        return count(jobs.Plan(items, SCHEDULES["two_shot"], jobs.Ranks(0, 4), call), 0, 4).sent_nbytes
+        return count(jobs.ReducePlan(items, SCHEDULES["two_shot"], jobs.Ranks(0, 4), call), 0, 4).sent_nbytes
 
     assert sent("int8/256", "int4/128") == sent("int4/128", "int8/256") == sent("int8/256") + sent("int4/128")
 
@@ -170,7 +170,7 @@ def test_a_world_that_does_not_fit_is_refused():
     with pytest.raises(ScheduleError, match="3 ranks do not make nodes of 2"):
         trace(1000, "int8/256", 3, "hierarchical/2")
     for world, rank, numel in ((0, 0, 10), (4, 4, 10), (4, -1, 10), (4, 0, -1)):
-        with pytest.raises(InputError, match="or a negative size"):
+        with pytest.raises(InputError, match="expected 0 <= rank < world and sizes >= 0"):
             trace(numel, "int8/256", world, rank=rank)
     with pytest.raises(ScheduleError, match="cannot serve"):
         trace(1000, "int8/256", 4, "native")
@@ -184,8 +184,8 @@ def test_a_world_that_does_not_fit_is_refused():
     [
         ("fp32", 10, 8, "native", "the network itself can add fp32"),
         ("bf16", 10**9, 8, "native", "the network itself can add bf16"),
-        ("topk/0.01", 10**7, 8, "sparse", "gathered and added where they belong"),
-        ("dct/64:8", 10**7, 8, "sparse", "gathered"),
+        ("topk/0.01", 10**7, 8, "one_shot", "gathered and added where they belong"),
+        ("dct/64:8", 10**7, 8, "one_shot", "gathered"),
         ("onebit/column:8t", 8 * 10**5, 8, "one_shot", "cannot be cut into shards"),
         ("int8/256", 10**8, 2, "one_shot", "between two ranks"),
         ("int8/256", 10**8, 1, "one_shot", "between two ranks"),
@@ -231,7 +231,7 @@ def test_an_explanation_names_the_schedule_the_reason_and_all_choices(spec, worl
     can = [
         name
         for name, each in SCHEDULES.items()
-        if not each.refuses(codecs.get(spec)) and not world % each.inside and name != "low_rank/2"
+        if not each.refuses(codecs.get(spec)) and not world % each.ranks_per_node and name != "low_rank/2"
     ]  # which needs a matrix
     assert [each.schedule for each in found.choices] == can
     assert found.chosen.schedule == found.schedule

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from thinwire import CodecError, InputError, Stream, codecs, simulate
-from thinwire.simulate import LossScale, Nodes, Plan, through
+from thinwire.simulate import LossScale, Nodes, Plan, pure_mode
 
 
 def net(seed=0):
@@ -86,7 +86,7 @@ def test_pure_gradients_are_what_a_codec_lets_through(codec):
     loss = nn.functional.cross_entropy(model(points()[0]), points()[1])
     loss.backward()
     before = [each.grad.clone() for each in model.parameters()]
-    through.gradients_(model.parameters(), codec, seed=3, step=4)
+    pure_mode.gradients_(model.parameters(), codec, seed=3, step=4)
     found = codecs.get(codec)
     for place, (sent, parameter) in enumerate(zip(before, model.parameters(), strict=True)):
         rng = Stream(3, step=4, tensor=f"gradient/{place}") if found.needs_rng else None
@@ -96,7 +96,7 @@ def test_pure_gradients_are_what_a_codec_lets_through(codec):
 
 def test_pure_activations_pass_between_layers_both_ways():
     model, data = net(), points(20)
-    pipe = through.attach(model, "tree8")
+    pipe = pure_mode.attach(model, "tree8")
     assert pipe.layers == ["2", "4"]
     loss = nn.functional.cross_entropy(model(data[0]), data[1])
     loss.backward()
@@ -145,7 +145,7 @@ def test_bad_arguments_say_what_would_work():
         simulate.train(model, data, steps=0)
     with pytest.raises(InputError, match=r"train takes a torch.nn.Module, not str"):
         simulate.train("bf16", data)
-    with pytest.raises(InputError, match="optimizer is a function that makes one"):
+    with pytest.raises(InputError, match="optimizer must be a function that makes an optimizer"):
         simulate.train(model, data, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(InputError, match=r"a pair \(x, y\) of tensors, not Tensor"):
         simulate.train(model, data[0])
@@ -155,14 +155,14 @@ def test_bad_arguments_say_what_would_work():
         simulate.train(model, data, device="gpu")
     with pytest.raises(InputError, match="give a plan, or lr, not both"):
         simulate.train(model, data, plan=Plan(), lr=0.1)
-    with pytest.raises(InputError, match="pure is 'gradients' or 'activations'"):
+    with pytest.raises(InputError, match="pure must be 'gradients' or 'activations'"):
         simulate.train(model, data, pure="weights", batch=4)
-    with pytest.raises(InputError, match="for one node"):
+    with pytest.raises(InputError, match="needs one node"):
         simulate.train(model, data, pure="gradients", nodes=2, batch=4)
     with pytest.raises(CodecError, match="cannot be used for a round trip"):
         simulate.round_trip(torch.ones(3), "onebit/64+ef")
     with pytest.raises(InputError, match="fewer than two"):
-        through.attach(nn.Linear(2, 2), "tree8")
+        pure_mode.attach(nn.Linear(2, 2), "tree8")
 
 
 def test_a_run_that_fails_leaves_no_hooks():
@@ -193,7 +193,7 @@ def test_layers_that_are_called_by_name_are_reached():
 
     model, x = Named(), torch.randn(3, 8)
     plain = model(x)
-    pipe = through.attach(model, "tree8")
+    pipe = pure_mode.attach(model, "tree8")
     assert pipe.layers == ["last"]
     assert not torch.equal(model(x), plain)
     assert pipe.calls == 1
@@ -313,15 +313,15 @@ def test_arguments_that_would_be_lost_or_cannot_be_are_refused():
             simulate.train(model or net(), given, batch=16, **{"steps": 2, **how})
 
     made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1)}
-    refused("lr, momentum would not be used: give it to the optimizer", lr=1.0, momentum=0.5, **made)
-    refused("is, or makes, NoneType", optimizer=lambda _: None)
-    refused("no parameter that wants a gradient", model=nn.Flatten())
-    refused("no parameter that wants a gradient", model=net().requires_grad_(False))
+    refused("lr, momentum would not be used: you gave an optimizer", lr=1.0, momentum=0.5, **made)
+    refused("is, or returns, NoneType", optimizer=lambda _: None)
+    refused("no parameter with requires_grad=True", model=nn.Flatten())
+    refused("no parameter with requires_grad=True", model=net().requires_grad_(False))
     refused("x and y must be tensors, not ndarray", given=(data[0].numpy(), data[1]))
     refused("steps must be a whole number", steps=2.5)
     loss = simulate.convert(nn.CrossEntropyLoss(), "e4m3", tell=None)
-    refused("the loss computes in other numbers", nodes=4, together=4, loss=loss)
-    with pytest.raises(InputError, match=r"plan is a simulate.Plan, not dict"):
+    refused("the loss is simulated", nodes=4, together=4, loss=loss)
+    with pytest.raises(InputError, match=r"plan must be a simulate.Plan, not dict"):
         simulate.train(net(), data, plan={"steps": 3})
 
 
@@ -333,7 +333,7 @@ def test_what_is_sent_can_be_differentiated_twice():
         nn.init.constant_(model[0].weight, 2.0)
         nn.init.constant_(model[1].weight, 0.5)
         if codec:
-            simulate.through.attach(model, codec)
+            simulate.pure_mode.attach(model, codec)
         x = torch.tensor([[1.5]], requires_grad=True)
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()

@@ -13,10 +13,10 @@ from torch import nn
 from thinwire import policy
 from thinwire.integrations import ddp, warm
 from thinwire.integrations.routes import Route
-from thinwire.policy import LADDER, Ladder, Policy, Rule, Tensorlike
+from thinwire.policy import LADDER, Ladder, Policy, Rule, TensorInfo
 
 CPU = torch.device("cpu")
-TENSORS = [Tensorlike("w", "weight", (300, 400)), Tensorlike("b", "bias", (400,))]
+TENSORS = [TensorInfo("w", "weight", (300, 400)), TensorInfo("b", "bias", (400,))]
 
 
 def test_every_way_in_which_a_tensor_travels_is_used_once():
@@ -59,8 +59,8 @@ def test_attach_warms_up_before_it_returns(monkeypatch):
     """Without that the first step compiles, and stands still without a word."""
     warmed = []
     monkeypatch.setattr(ddp.warm, "warm", lambda routes, *_, **__: warmed.append(list(routes)))
-    wire = SimpleNamespace(world=2, policy=policy.get("int8"), pilot=None, rank=0, trained=TENSORS)
-    ddp._prepare(wire, nn.Linear(300, 400))
+    handle = SimpleNamespace(world=2, policy=policy.get("int8"), auto=None, rank=0, trained=TENSORS)
+    ddp._prepare(handle, nn.Linear(300, 400))
     assert warmed == [[Route("int8/256", "one_shot")]]
 
 
@@ -73,5 +73,5 @@ def test_attach_warms_up_before_it_returns(monkeypatch):
     ],
 )
 def test_the_first_line_says_what_is_compressed(recipe, shape, said):
-    wire = SimpleNamespace(policy=policy.get(recipe), pilot=None)
-    assert said in ddp._first_line(wire, [Tensorlike("w", "weight", shape)])
+    handle = SimpleNamespace(policy=policy.get(recipe), auto=None)
+    assert said in ddp._first_line(handle, [TensorInfo("w", "weight", shape)])

@@ -1,1 +1,1 @@
-"""Measurements of this machine: how fast the formats run, beside a copy and beside other libraries."""
+"""Benchmarks on this machine: speed beside a plain copy, beside torch and beside other libraries."""

@@ -1,10 +1,9 @@
-"""What a user would pick instead of a codec: bitsandbytes, torchao, hivemind, the arithmetic of torch's own
-quantising DDP hooks, block int8 in a few lines of torch (eager and compiled), `torch.topk`, and thinwire's
-own reference in eager torch.
+"""Alternatives to codecs: bitsandbytes, torchao, hivemind, the arithmetic of torch's quantising DDP hooks,
+block int8 in a few lines of torch (eager and compiled), `torch.topk`, thinwire's reference in eager torch.
 
-A case names the codec that does the nearest thing, so that its bytes are what counts and its speed stands
-beside. Libraries that can write into memory that is already there do so; nothing is allocated before a case
-is prepared for an input.
+A case names the codec that does nearly the same. The bandwidth of a case counts that codec's bytes, and
+tables show both speeds side by side. Libraries write into preallocated memory where they can. Nothing is
+allocated before a case is prepared for an input.
 """
 
 import importlib
@@ -24,15 +23,15 @@ from thinwire.kernels import block_reference
 from thinwire.rounding import Stream
 
 REFERENCE = ("int8/256", "e4m3fn/128", "nf4/64", "qsgd4/512")
-COMPILE_S = 60.0  # a compiler that needs longer for a few lines is no choice
-CHANNEL = 512  # elements, as the per-channel hook has them
+COMPILE_S = 60.0  # `torch.compile` is left out if these few lines take longer
+CHANNEL = 512  # elements, as in torch's per-channel hook
 
 Prepare = Callable[[Tensor], timing.Call]
-Case = tuple[str, str, Prepare]  # codec, operation, what to time for an input
+Case = tuple[str, str, Prepare]  # codec, operation, what prepares a call for an input
 
 
 def bitsandbytes_blocks(x: Tensor) -> Iterator[Case]:
-    """Its dynamic tree and its 4-bit types; on a CPU it always decodes into new memory."""
+    """Yield cases of its dynamic tree and 4-bit types. On a CPU it always decodes into new memory."""
     on_gpu = x.device.type == "cuda"
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     bnb: Any = importlib.import_module("bitsandbytes.functional")
@@ -45,9 +44,9 @@ def bitsandbytes_blocks(x: Tensor) -> Iterator[Case]:
 
 
 def torchao_mx(x: Tensor) -> Iterator[Case]:
-    """Its casts to MX formats, in eager torch: scales by exponents alone, as ours are."""
+    """Yield cases of its MX casts in eager torch. Its scales are bare exponents, as ours are."""
     del x
-    for name in ("torchao", "torch.utils._pytree"):  # complaints of its import that change nothing here
+    for name in ("torchao", "torch.utils._pytree"):  # its import logs warnings that do not matter here
         logging.getLogger(name).setLevel(logging.CRITICAL)
     mx: Any = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
 
@@ -63,7 +62,7 @@ def torchao_mx(x: Tensor) -> Iterator[Case]:
 
 
 def hivemind_codecs(x: Tensor) -> Iterator[Case]:
-    """Its 8-bit quantisers, with the bytes they make."""
+    """Yield cases of its 8-bit quantisers, which include making the bytes to send."""
     _need_cpu(x)
     compression: Any = importlib.import_module("hivemind.compression")
 
@@ -76,7 +75,7 @@ def hivemind_codecs(x: Tensor) -> Iterator[Case]:
 
 
 def ddp_hooks(x: Tensor) -> Iterator[Case]:
-    """What torch's quantising communication hooks do to a bucket before and after sending it."""
+    """Yield cases of what torch's quantising DDP hooks compute before and after they send a bucket."""
     del x
     hooks: Any = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks")
     observers: Any = importlib.import_module("torch.ao.quantization")
@@ -100,7 +99,7 @@ def _there_and_back(
     decode: Callable[..., Any],
     takes_out: bool = False,
 ) -> Iterator[Case]:
-    """What `encode` returns are the arguments of `decode`."""
+    """Yield the cases of encoding and decoding. `encode` returns the arguments of `decode`."""
 
     def prepared(x: Tensor) -> timing.Call:
         coded = encode(x)
@@ -115,7 +114,7 @@ def _observed(observer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return observer.calculate_qparams()
 
 
-# Block int8 as one would write it
+# Block int8 as a user would write it
 
 
 def eager_blocks(x: Tensor) -> Iterator[Case]:
@@ -124,13 +123,13 @@ def eager_blocks(x: Tensor) -> Iterator[Case]:
 
 
 def compiled_blocks(x: Tensor) -> Iterator[Case]:
-    """The same through `torch.compile`, which is done with it after two sizes of input."""
+    """Yield the same through `torch.compile`, which compiles for two sizes of input and then no more."""
     del x
     yield from _blocks(_compiled)
 
 
 def _blocks(bind: Callable[..., timing.Call]) -> Iterator[Case]:
-    """`bind` makes a call of a function and its arguments."""
+    """Yield the cases of block int8. `bind` turns a function and its arguments into a call."""
 
     def cut(x: Tensor) -> Tensor:
         return _whole(x, 256).view(-1, 256)
@@ -151,9 +150,9 @@ def to_int8(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_int8_with_feedback(blocks: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    owed = blocks + residual
-    codes, scale = to_int8(owed)
-    residual.copy_(owed - codes * scale)
+    corrected = blocks + residual
+    codes, scale = to_int8(corrected)
+    residual.copy_(corrected - codes * scale)
     return codes, scale
 
 
@@ -166,26 +165,26 @@ def add_int8(codes: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def _compiled(function: Callable[..., Any], *args: Tensor) -> timing.Call:
-    made = torch.compile(function)
+    compiled = torch.compile(function)
     begin = time.perf_counter()
-    made(*args)
-    taken_s = time.perf_counter() - begin
-    if taken_s > COMPILE_S:
-        raise TimeoutError(f"{taken_s:.0f} s to compile {function.__name__}")
-    return partial(made, *args)
+    compiled(*args)
+    elapsed_s = time.perf_counter() - begin
+    if elapsed_s > COMPILE_S:
+        raise TimeoutError(f"compiling {function.__name__} took {elapsed_s:.0f} s")
+    return partial(compiled, *args)
 
 
-# Others
+# Other peers
 
 
 def torch_topk(x: Tensor) -> Iterator[Case]:
-    """Values and places of the largest hundredth; nothing is packed."""
+    """Yield the search for values and indices of the largest 1 %; nothing is packed."""
     del x
     yield "topk/0.01+ef", "encode", lambda x: lambda: torch.topk(x.abs(), -(-x.numel() // 100))
 
 
 def reference_blocks(x: Tensor) -> Iterator[Case]:
-    """The definition of every byte, in plain torch."""
+    """Yield cases of thinwire's reference in plain torch, which defines every byte."""
     del x
 
     def prepare(x: Tensor, spec: str, operation: str) -> timing.Call:
@@ -204,7 +203,7 @@ def reference_blocks(x: Tensor) -> Iterator[Case]:
 
 
 def _whole(x: Tensor, block: int) -> Tensor:
-    """As many elements as fill whole blocks."""
+    """Return the elements that fill whole blocks."""
     return x[: x.numel() // block * block]
 
 
@@ -223,5 +222,5 @@ PEERS: dict[str, Callable[[Tensor], Iterator[Case]]] = {
     "torch.topk": torch_topk,
     "thinwire reference": reference_blocks,
 }
-#: Codecs outside the registry that do what a peer does.
+#: Codecs outside the registry that match a peer.
 NEAREST = ("tree8/256", "e2m1fn/64", f"maxmin8/{CHANNEL}")

@@ -1,19 +1,19 @@
-"""How fast codecs run, as ratios taken in one run.
+"""Speed of codecs, as ratios measured in one run.
 
-CPU: one thread; the measure is elements a second against a float32 copy of the same input. GPU: bytes a
-second against the bandwidth of that copy, where the bytes are those that one pass must read and write:
+CPU: one thread; elements per second divided by those of a float32 copy of the same input. GPU: bytes per
+second divided by the bandwidth of that copy. Bytes are those that one pass must read and write:
 
-| operation | bytes for each element |
+| operation | bytes per element |
 |---|---|
 | encode | 4 + wire |
 | encode with feedback | 4 + 4 + 4 + wire: the input, the residual before and after |
 | decode | wire + 4 |
 | decode_add | wire + 4 + 4 |
-| reduce_encode of 8 | 8 wires + wire |
+| reduce_encode of 8 | 8 wires in + 1 wire out |
 
-Every time is the median of several runs, into memory that is already there; copy and operation take turns.
-An operation that would take long is measured on fewer elements, and its row says on how many.
-The input is normal with a deviation of 0.0005, like a gradient's: threshold/0.001 sends 4.6 % of it.
+Every time is the median of several runs, which write into preallocated memory; copy and operation take turns.
+A slow operation is measured on fewer elements, and its row says how many.
+The input is normal with a standard deviation of 0.0005, like a gradient: threshold/0.001 sends 4.6 % of it.
 """
 
 import os
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from thinwire.bench import codec_peers, machine, timing
+from thinwire import machine
+from thinwire.bench import codec_peers, timing
 from thinwire.bench.codec_peers import Prepare
 from thinwire.bench.formats import Progress, Table
 from thinwire.codecs import CODECS, Codec, get
@@ -40,13 +41,13 @@ ENCODE, FEEDBACK, DECODE, ADD, REDUCE = OPERATIONS = (
 STREAM = Stream(seed=1)
 WORLD = 8
 DEVIATION = 5e-4
-FED_BACK = ("int8/256", "int4/128")  # with feedback besides those that are marked with it
+FED_BACK = ("int8/256", "int4/128")  # also measured with feedback, besides codecs whose spec has it
 THREADED = ("int8/256", "e4m3fn/128", "int4/128", "qsgd4/512", "onebit/64+ef")
 SELECTED = ("topk/0.01+ef", "mstopk/0.01+ef")
 SIZED = "int8/256"
-TURNS = 3  # of one thread and all threads
+TURNS = 3  # alternations of one thread and all threads
 BUDGET_S = 0.15  # for one operation
-LONGEST_S = {"cpu": 0.12, "cuda": 0.03}  # of one call, of which there are at least 8, on a GPU 53
+LONGEST_S = {"cpu": 0.12, "cuda": 0.03}  # of one call; an operation makes 8 calls or more, on a GPU 53
 SHRINK, SMALLEST = 4, 1 << 16
 ALLOCATING_NUMEL, ALLOCATING_CALLS = 1 << 20, 10
 FAILURES = (
@@ -60,7 +61,7 @@ def run(
     names: Sequence[str] | None = None,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure the registry, or the codecs of some specs; a record for `machine.save` and `tables`."""
+    """Measure the registry or the codecs in `names`; return a record for `machine.save` and `tables`."""
     usual = machine.default_numel(device)
     numel = numel or usual
     chosen = [get(name) for name in names or (*CODECS, *codec_peers.NEAREST)]
@@ -105,13 +106,13 @@ def run(
 
 
 def operations(codec: Codec) -> list[str]:
-    """Those that are measured for a codec."""
+    """Operations that are measured for a codec."""
     fed_back = codec.feedback or codec.spec in FED_BACK
     return [each for each in OPERATIONS if each != FEEDBACK or fed_back]
 
 
 def prepare(codec: Codec, operation: str, x: Tensor) -> timing.Call:
-    """An operation on an input, into memory that is already there."""
+    """Return a call of an operation on x that writes into preallocated memory."""
     numel, rng = x.numel(), STREAM if codec.needs_rng else None
     wire, values = codec.encode(x, rng), torch.zeros_like(x)
     if operation == REDUCE:
@@ -125,7 +126,7 @@ def prepare(codec: Codec, operation: str, x: Tensor) -> timing.Call:
 
 
 def moved(codec: Codec, operation: str, numel: int) -> float:
-    """Bytes for each element that one pass reads and writes."""
+    """Bytes per element that one pass reads and writes."""
     wire = codec.nbytes(numel) / numel
     return {
         ENCODE: 4 + wire,
@@ -137,7 +138,7 @@ def moved(codec: Codec, operation: str, numel: int) -> float:
 
 
 def measure(codec: Codec, x: Tensor) -> list[dict[str, Any]]:
-    """Each operation of one codec on one input; none for those that the memory has no room for."""
+    """Time each operation of a codec on one input; leave out those that run out of memory."""
     bits = codec.bits_per_element(x.numel())
     rows = []
     for operation in operations(codec):
@@ -150,7 +151,7 @@ def measure(codec: Codec, x: Tensor) -> list[dict[str, Any]]:
 
 
 def against_copy(prepare: Prepare, x: Tensor, nbytes: float) -> dict[str, float]:
-    """As `timing.against_copy`, but on as many elements as take a bearable time; the copy is always of x."""
+    """Like `timing.against_copy`, but a slow call gets fewer elements of x. The copy is of all x."""
     part = _bearable(prepare, x)
     call, copy = prepare(part), partial(torch.empty_like(x).copy_, x)
     repeats, rounds = timing._plan(call, x.device, BUDGET_S)
@@ -158,12 +159,12 @@ def against_copy(prepare: Prepare, x: Tensor, nbytes: float) -> dict[str, float]
     times = [
         (timing._timed(call, x.device, repeats), timing._timed(copy, x.device, copies)) for _ in range(rounds)
     ]
-    taken_s, copy_s = (statistics.median(each) for each in zip(*times, strict=True))
-    ratio = copy_s / x.numel() / (taken_s / part.numel())
+    elapsed_s, copy_s = (statistics.median(each) for each in zip(*times, strict=True))
+    ratio = copy_s / x.numel() / (elapsed_s / part.numel())
     return {
         "numel": part.numel(),
-        "seconds": taken_s,
-        "elements_per_s": part.numel() / taken_s,
+        "seconds": elapsed_s,
+        "elements_per_s": part.numel() / elapsed_s,
         "copy_s": copy_s,
         "speed_ratio": ratio,
         "bandwidth_ratio": ratio * nbytes / 8,
@@ -171,21 +172,21 @@ def against_copy(prepare: Prepare, x: Tensor, nbytes: float) -> dict[str, float]
 
 
 def _bearable(prepare: Prepare, x: Tensor) -> Tensor:
-    """All of x if a call is short, else its first quarter, or a quarter of that, and so on."""
+    """Return x, or its first 1/4, 1/16, ... if a call on more elements would take too long."""
     sizes = [x.numel()]
     while sizes[0] >= SHRINK * SMALLEST:
         sizes.insert(0, sizes[0] // SHRINK)
     for size in sizes[:-1]:
         call = prepare(x[:size])
         call()
-        taken_s = min(timing._timed(call, x.device, 1) for _ in range(2))
-        if SHRINK * taken_s > LONGEST_S[x.device.type]:
+        elapsed_s = min(timing._timed(call, x.device, 1) for _ in range(2))
+        if SHRINK * elapsed_s > LONGEST_S[x.device.type]:
             return x[:size]
     return x
 
 
 def measure_peers(x: Tensor, specs: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows like those of the codecs, and why some libraries have none or not all."""
+    """Return rows like those of codecs, and for each library why its rows are missing or incomplete."""
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for library, cases in codec_peers.PEERS.items():
@@ -196,16 +197,16 @@ def measure_peers(x: Tensor, specs: Collection[str]) -> tuple[list[dict[str, Any
                     if spec in specs:
                         measured = against_copy(case, x, moved(get(spec), operation, x.numel()))
                         rows.append({"library": library, "codec": spec, "operation": operation, **measured})
-        except FAILURES as error:  # theirs to fail; the listing says so
+        except FAILURES as error:  # a peer may fail; the reason is listed
             absent[library] = textwrap.shorten(str(error) or type(error).__name__, 160, placeholder=" ...")
     return sorted(rows, key=lambda row: (row["codec"], OPERATIONS.index(row["operation"]))), absent
 
 
-# What else matters
+# Threads, allocations, sizes, selection
 
 
 def measure_threads(x: Tensor, specs: Sequence[str], threads: int) -> list[dict[str, Any]]:
-    """One thread and all of torch's in turns, on a CPU; a copy tells what the memory has to give."""
+    """Time one thread and all of torch's threads in turns, on a CPU. A copy shows the memory's limit."""
     if x.device.type != "cpu" or threads < 2 or not specs:
         return []
     calls: dict[tuple[str, str], timing.Call] = {
@@ -227,7 +228,7 @@ def measure_threads(x: Tensor, specs: Sequence[str], threads: int) -> list[dict[
 
 
 def measure_allocations(codec: Codec, x: Tensor) -> list[dict[str, Any]]:
-    """Tensors that a call allocates although its results have a place."""
+    """Count tensors that a call allocates although the memory for its result is given."""
     part = x[:ALLOCATING_NUMEL]
     rows = []
     for operation in operations(codec):
@@ -249,36 +250,38 @@ def _allocated(call: timing.Call, device: torch.device) -> tuple[float, float]:
         after = [torch.cuda.memory_stats(device)[name] for name in names]
         count, nbytes = ((b - a) / ALLOCATING_CALLS for a, b in zip(before, after, strict=True))
         return count, nbytes
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or the profiler announces every start on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler reports every start on stderr
     with profiler.profile(profile_memory=True) as profile:
         call()
-    found: Any = profile.kineto_results
-    sizes = [event.nbytes() for event in found.events() if event.name() == "[memory]" and event.nbytes() > 0]
+    results: Any = profile.kineto_results
+    sizes = [
+        event.nbytes() for event in results.events() if event.name() == "[memory]" and event.nbytes() > 0
+    ]
     return float(len(sizes)), float(sum(sizes))
 
 
 def measure_sizes(device: str, largest: int) -> list[dict[str, Any]]:
-    """From 1024 elements up, sixteen times as many each time: the cost of a call, and its growth."""
+    """Time 1024 elements, then 16 times as many, and so on: the cost of a call and its growth."""
     rows = []
     sizes = [1024 * 16**power for power in range(6)]
     for numel in [*(size for size in sizes if size < largest), largest]:
         x = torch.randn(numel, device=device)
         for operation in (ENCODE, DECODE):
-            taken_s = timing.seconds(prepare(get(SIZED), operation, x), x.device)
-            rows.append({"codec": SIZED, "operation": operation, "numel": numel, "seconds": taken_s})
+            elapsed_s = timing.seconds(prepare(get(SIZED), operation, x), x.device)
+            rows.append({"codec": SIZED, "operation": operation, "numel": numel, "seconds": elapsed_s})
     return rows
 
 
 def measure_selection(x: Tensor, specs: Sequence[str]) -> list[dict[str, Any]]:
-    """Encoding a hundredth of the elements, packed and all, beside only finding it with `torch.topk`."""
+    """Time encoding 1 % of the elements, with packing, beside `torch.topk`, which only finds them."""
     if not specs:
         return []
     ((_, _, topk),) = codec_peers.torch_topk(x)
     topk_s = timing.seconds(topk(x), x.device)
     rows = [{"what": "torch.topk(x.abs(), k)", "seconds": topk_s, "times_faster": 1.0}]
     for spec in specs:
-        taken_s = timing.seconds(prepare(get(spec), ENCODE, x), x.device)
-        rows.append({"what": f"{spec} encode", "seconds": taken_s, "times_faster": topk_s / taken_s})
+        elapsed_s = timing.seconds(prepare(get(spec), ENCODE, x), x.device)
+        rows.append({"what": f"{spec} encode", "seconds": elapsed_s, "times_faster": topk_s / elapsed_s})
     return rows
 
 
@@ -317,21 +320,21 @@ def _other_tables(result: dict[str, Any]) -> list[Table]:
             for row in result["scaling"]
         ],
     )
-    held = {(row["codec"], row["operation"]): _allocation(row) for row in result["allocations"]}
+    cells = {(row["codec"], row["operation"]): _allocation(row) for row in result["allocations"]}
     allocations: Table = (
         "tensors allocated by a call that has a place for its result (bytes for each element)",
         ("codec", *OPERATIONS),
         [
-            (name, *(held.get((name, operation), "-") for operation in OPERATIONS))
+            (name, *(cells.get((name, operation), "-") for operation in OPERATIONS))
             for name in dict.fromkeys(row["codec"] for row in result["allocations"])
         ],
     )
-    found = {(row["operation"], row["numel"]): f"{row['seconds'] * 1e6:.1f}" for row in result["sizes"]}
+    times_us = {(row["operation"], row["numel"]): f"{row['seconds'] * 1e6:.1f}" for row in result["sizes"]}
     sizes: Table = (
         f"{SIZED} by size, microseconds",
         ("elements", ENCODE, DECODE),
         [
-            (f"{numel:,}", found[ENCODE, numel], found[DECODE, numel])
+            (f"{numel:,}", times_us[ENCODE, numel], times_us[DECODE, numel])
             for numel in dict.fromkeys(row["numel"] for row in result["sizes"])
         ],
     )

@@ -1,7 +1,7 @@
-"""One rank of `thinwire bench collectives`: started by the lab, it measures and rank 0 prints JSON.
+"""One rank of `thinwire bench collectives`. The lab starts it; all ranks measure, and rank 0 prints JSON.
 
-Methods take turns, because machines drift: every round times each of them once, after a barrier. What counts
-is the time of the slowest rank. The error is that of the mean against the exact one, as a relative L2 norm.
+Methods take turns, because machines drift: every round times each method once, after a barrier. The slowest
+rank's time counts. The error compares the mean with the exact mean, as a relative L2 norm.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import Channel, codecs, collectives
 from thinwire.bench import timing
-from thinwire.runtimes.process_group import line
+from thinwire.runtimes.process_group import runtime_of
 from thinwire.runtimes.trace import trace
 
 Method = Callable[[Tensor], None]
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(numel: int, specs: list[str], seconds: float, device: torch.device) -> list[dict[str, Any]]:
-    """All methods on one size."""
+    """Time all methods on one tensor size."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     source = (torch.randn(numel, generator=generator) * DEVIATION).to(device)
     exact = _exact(source)
@@ -59,15 +59,15 @@ def measure(numel: int, specs: list[str], seconds: float, device: torch.device) 
         methods[spec] = _thinwire(spec)
     x = torch.empty_like(source)
     errors = {name: _error(method, x, source, exact) for name, method in methods.items()}
-    before = line(None, device).nbytes
+    before = runtime_of(None, device).nbytes
     times = _take_turns(methods, x, source, seconds)
-    held = line(None, device).nbytes
-    more = {"device": device.type, "buffers_nbytes": held, "buffers_grown_nbytes": held - before}
+    after = runtime_of(None, device).nbytes
+    more = {"device": device.type, "buffers_nbytes": after, "buffers_grown_nbytes": after - before}
     return [{**_row(name, numel, times, errors[name]), **more} for name in methods]
 
 
 def _exact(source: Tensor) -> Tensor:
-    """The mean in float64, or nothing if that would take too much memory."""
+    """Return the mean over ranks in float64, or an empty tensor if that would take too much memory."""
     if source.numel() > LARGEST_CHECKED:
         return torch.empty(0, dtype=torch.float64, device=source.device)
     exact = source.double()
@@ -108,7 +108,7 @@ def _error(method: Method, x: Tensor, source: Tensor, exact: Tensor) -> float | 
 def _take_turns(
     methods: dict[str, Method], x: Tensor, source: Tensor, seconds: float
 ) -> dict[str, list[float]]:
-    """Times of every method, of the slowest rank, until the time is up (and at least three rounds)."""
+    """Return the slowest rank's times of every method, measured for `seconds` and three rounds or more."""
     times: dict[str, list[float]] = {name: [] for name in methods}
     begin = time.perf_counter()
     for turn in range(1000):
@@ -136,7 +136,7 @@ def _row(name: str, numel: int, times: dict[str, list[float]], error: float | No
     world = dist.get_world_size()
     spec, _, schedule = name.partition("@")
     wire = trace(numel, spec, world, schedule or "auto") if name not in (FP32, FP16) else None
-    taken = statistics.median(times[name])
+    median_s = statistics.median(times[name])
     ratios = [fp32 / own for fp32, own in zip(times[FP32], times[name], strict=True)]
     return {
         "method": name,
@@ -144,10 +144,10 @@ def _row(name: str, numel: int, times: dict[str, list[float]], error: float | No
         "world": world,
         "numel": numel,
         "rounds": len(times[name]),
-        "seconds": taken,
+        "seconds": median_s,
         "best_s": min(times[name]),
-        "algbw_bytes_per_s": 4 * numel / taken,
-        "busbw_bytes_per_s": 4 * numel / taken * 2 * (world - 1) / world,
+        "algbw_bytes_per_s": 4 * numel / median_s,
+        "busbw_bytes_per_s": 4 * numel / median_s * 2 * (world - 1) / world,
         "ratio_to_fp32": statistics.median(ratios),
         "error": error,
         "sent_nbytes": wire.sent_nbytes if wire else None,
@@ -155,14 +155,14 @@ def _row(name: str, numel: int, times: dict[str, list[float]], error: float | No
     }
 
 
-# Where the time goes on a GPU
+# Stages on a GPU
 
 
 def measure_stages(numel: int, specs: list[str], device: torch.device) -> list[dict[str, Any]]:
-    """What one rank does for one piece after another: encode, copy to the host, copy back, decode."""
+    """Time each stage of a piece on one rank: encode, copy to the host, copy back, decode."""
     x = torch.randn(numel, device=device) * DEVIATION
     rows = []
-    for codec in map(codecs.get, specs):
+    for codec in dict.fromkeys(codecs.get(spec.partition("@")[0]) for spec in specs):
         if codec.agreement(numel) or codec.needs_rng:
             continue
         wire = codec.encode(x)
@@ -201,10 +201,10 @@ def _hook(spec: str) -> Any:
 
 
 def measure_hooks(numel: int, seconds: float) -> list[dict[str, Any]]:
-    """Backward passes of a layer of so many parameters, by communication hook.
+    """Time backward passes of a layer with `numel` parameters, by communication hook.
 
-    One layer, so one bucket: torch's PowerSGD starts its second exchange when the first is done, which
-    deadlocks on gloo when there are several.
+    One layer makes one bucket. With several, torch's PowerSGD deadlocks on gloo, because it starts its second
+    all-reduce when the first is done.
     """
     side = max(2, int(numel**0.5))
     hooks: dict[str, Callable[[DistributedDataParallel], None]] = {
@@ -230,12 +230,12 @@ def measure_hooks(numel: int, seconds: float) -> list[dict[str, Any]]:
             "schedule": "hook",
             "world": dist.get_world_size(),
             "numel": side * side,
-            "rounds": len(each),
-            "seconds": statistics.median(each),
-            "best_s": min(each),
-            "ratio_to_fp32": statistics.median(a / b for a, b in zip(fp32, each, strict=True)),
+            "rounds": len(hook_times),
+            "seconds": statistics.median(hook_times),
+            "best_s": min(hook_times),
+            "ratio_to_fp32": statistics.median(a / b for a, b in zip(fp32, hook_times, strict=True)),
         }
-        for name, each in times.items()
+        for name, hook_times in times.items()
     ]
 
 

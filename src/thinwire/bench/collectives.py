@@ -1,11 +1,11 @@
-"""How fast collectives run between emulated hosts, beside torch's own, as ratios taken in one run.
+"""Speed of collectives between emulated hosts, beside torch's own, as ratios measured in one run.
 
-Hosts are network namespaces with throttled links (see `thinwire.lab`), or plain processes on loopback. On a
-machine with few cores the hosts share them, so that fast links measure computing rather than the network. On
-a GPU all hosts share it, and NCCL carries the bytes.
+Hosts are network namespaces with throttled links (see `thinwire.lab`), or plain processes on loopback. They
+share the machine's cores: if these are few, fast links measure computing rather than the network. On a GPU
+all hosts share it, and NCCL sends the bytes.
 
-Columns are those of nccl-tests: algbw is bytes of the tensor over time, busbw that times 2 (N - 1) / N,
-which is what a ring would put on every link.
+Columns are those of nccl-tests: algbw is the tensor's bytes divided by time; busbw is algbw times
+2 (N - 1) / N, which is what a ring would send over every link.
 """
 
 import json
@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire import codecs
-from thinwire.bench import machine
+from thinwire import codecs, machine
 from thinwire.bench.formats import Progress, Table
 from thinwire.errors import LabError
 from thinwire.lab import Lab
@@ -51,12 +50,12 @@ def run(
     sizes: Sequence[int] | None = None,
     seconds: float = 20.0,
 ) -> dict[str, Any]:
-    """Measure every place: 25 MB with all codecs, then sizes from 1 KB to 400 MB on loopback."""
+    """Measure every place (hosts, link): 25 MB with all codecs; then 1 KB to 400 MB on loopback."""
     for spec in specs or ():
         codecs.get(spec.partition("@")[0])
     rows: list[dict[str, Any]] = []
     if device != "cpu":
-        machine.default_numel(device)  # it must be there
+        machine.default_numel(device)  # raises if there is no such device
         for hosts, link in places or GPU_PLACES:
             progress(f"{hosts} hosts that share a GPU, {link}")
             numels = list(sizes or GPU_SIZES)
@@ -86,7 +85,7 @@ def measure(
     device: str = "cpu",
     stages: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """One lab, one run of all ranks."""
+    """Open one lab and run all ranks once."""
     task = {
         "numels": list(numels),
         "specs": list(specs),
@@ -97,10 +96,10 @@ def measure(
     }
     command = [sys.executable, "-m", "thinwire.bench.collective_worker", json.dumps(task)]
     if link == LEVELS:
-        made = Lab(nodes=hosts // 2, per_node=2, inside="10gbit", between="100mbit", device=device)
+        emulation = Lab(nodes=hosts // 2, per_node=2, inside="10gbit", between="100mbit", device=device)
     else:
-        made = Lab(hosts=hosts, link=link, device=device)
-    with made as lab:
+        emulation = Lab(hosts=hosts, link=link, device=device)
+    with emulation as lab:
         done = lab.run(command, timeout_s=TIMEOUT_S, echo=False)
     if not done.ok:
         raise LabError(f"{hosts} hosts on {link}: a rank failed:\n{done.outputs[0][-2000:]}")
@@ -109,8 +108,8 @@ def measure(
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """One table for each place, and one of sizes."""
-    found: list[Table] = []
+    """Return one table per place, tables by size, and on a GPU the stages."""
+    all_tables: list[Table] = []
     header = ("method", "schedule", "ms", "algbw MB/s", "busbw MB/s", "ratio to fp32", "relative error")
     core = [
         row
@@ -122,19 +121,19 @@ def tables(result: dict[str, Any]) -> list[Table]:
         first: dict[str, dict[str, Any]] = {}
         for row in chosen:
             first.setdefault(row["method"], row)
-        if len(first) <= 3:  # of the sizes below
+        if len(first) <= 3:  # these rows belong to the tables by size
             continue
         rows = [_cells(row) for row in first.values()]
-        found.append((f"25 MB of float32, {world} hosts, {link}", header, rows))
-    found += [_by_size(result["rows"], link) for link in dict.fromkeys(row["link"] for row in core)]
-    found = [table for table in found if len(table[2]) > 1]
+        all_tables.append((f"25 MB of float32, {world} hosts, {link}", header, rows))
+    all_tables += [_by_size(result["rows"], link) for link in dict.fromkeys(row["link"] for row in core)]
+    all_tables = [table for table in all_tables if len(table[2]) > 1]
     stages = [row for row in result["rows"] if row["schedule"] == "stages"]
     for numel in dict.fromkeys(row["numel"] for row in stages):
         chosen = [row for row in stages if row["numel"] == numel]
         columns = ("codec", *(f"{name} ms" for name in chosen[0]["stages_s"]))
         cells = [(row["method"], *(f"{s * 1e3:.3f}" for s in row["stages_s"].values())) for row in chosen]
-        found.append((f"stages of {4 * numel / 1e6:,.0f} MB on the GPU", columns, cells))
-    return found
+        all_tables.append((f"stages of {4 * numel / 1e6:,.0f} MB on the GPU", columns, cells))
+    return all_tables
 
 
 def _by_size(rows: Sequence[dict[str, Any]], link: str) -> Table:

@@ -1,8 +1,8 @@
-"""How fast formats run, as ratios taken in one run.
+"""Speed of formats, as ratios measured in one run.
 
-CPU: one thread; the measure is elements a second against a float32 copy of the same input. GPU: bytes read
-plus bytes written a second against the bandwidth of that copy. Every time is the median of several runs,
-into memory that is already there; copy and operation take turns.
+CPU: one thread; elements per second divided by those of a float32 copy of the same input. GPU: bytes read
+and written per second divided by the bandwidth of that copy. Every time is the median of several runs, which
+write into preallocated memory; copy and operation take turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.bench import machine, peers, timing
+from thinwire import machine
+from thinwire.bench import peers, timing
 from thinwire.formats import FORMATS, Format, get
 from thinwire.kernels import code_dtype
 from thinwire.rounding import Rounding, Stream
@@ -30,7 +31,7 @@ def run(
     names: Sequence[str] | None = None,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure; a record for `machine.save` and `tables`."""
+    """Measure all formats or those in `names`; return a record for `machine.save` and `tables`."""
     usual = machine.default_numel(device)
     numel = numel or usual
     chosen = [get(name) for name in names] if names else list(FORMATS.values())
@@ -65,7 +66,7 @@ def run(
 
 
 def measure(format: Format, x: Tensor) -> list[dict[str, Any]]:
-    """Each operation of one format on one input."""
+    """Time each operation of a format on one input."""
     x = x / x.abs().max() * format.max if format.takes_scale and format.max < 1e6 else x
     codes = torch.empty(x.shape, dtype=code_dtype(format.bits), device=x.device)
     values = torch.empty_like(x)
@@ -86,7 +87,7 @@ def measure(format: Format, x: Tensor) -> list[dict[str, Any]]:
 
 
 def measure_sizes(device: str, largest: int) -> list[dict[str, Any]]:
-    """`to_codes` from 1024 values up, sixteen times as many each time: the cost of a call, and its growth."""
+    """Time `to_codes` of 1024 values, then 16 times as many, and so on: the cost of a call and its growth."""
     rows = []
     sizes = [1024 * 16**power for power in range(6)]
     for numel in [*(size for size in sizes if size < largest), largest]:
@@ -94,8 +95,8 @@ def measure_sizes(device: str, largest: int) -> list[dict[str, Any]]:
         for name in SIZE_FORMATS:
             format = get(name)
             codes = torch.empty(numel, dtype=torch.uint8, device=device)
-            taken = timing.seconds(partial(format.to_codes, x, out=codes), x.device)
-            rows.append({"format": name, "numel": numel, "seconds": taken})
+            elapsed_s = timing.seconds(partial(format.to_codes, x, out=codes), x.device)
+            rows.append({"format": name, "numel": numel, "seconds": elapsed_s})
     return rows
 
 
@@ -134,11 +135,11 @@ def tables(result: dict[str, Any]) -> list[Table]:
             for row in result["peers"]
         ],
     )  # fmt: skip
-    found = {(row["format"], row["numel"]): f"{row['seconds'] * 1e6:.1f}" for row in result["sizes"]}
+    times_us = {(row["format"], row["numel"]): f"{row['seconds'] * 1e6:.1f}" for row in result["sizes"]}
     numels = list(dict.fromkeys(row["numel"] for row in result["sizes"]))
     sizes: Table = (
         "to_codes by size, microseconds",
         ("values", *SIZE_FORMATS),
-        [(f"{numel:,}", *(found[name, numel] for name in SIZE_FORMATS)) for numel in numels],
+        [(f"{numel:,}", *(times_us[name, numel] for name in SIZE_FORMATS)) for numel in numels],
     )
     return [table for table in (speeds, rivals, sizes) if table[2]]

@@ -1,7 +1,7 @@
-"""What a user would pick instead, timed on the same input: torch's casts, ml_dtypes, bitsandbytes, qtorch,
-and thinwire's own reference in eager torch.
+"""Alternatives to formats, timed on the same input: torch's casts, ml_dtypes, bitsandbytes, qtorch, and
+thinwire's reference in eager torch.
 
-A library that is not installed, or does not serve the device, is listed as absent with the reason.
+A library that is not installed or does not support the device is listed as absent, with the reason.
 """
 
 import logging
@@ -30,7 +30,7 @@ Case = tuple[str, str, timing.Call]  # format, operation, what to time
 
 
 def measure(x: Tensor) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows like those of the formats, and why some libraries have none or not all."""
+    """Return rows like those of formats, and for each library why its rows are missing or incomplete."""
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for library, cases in PEERS.items():
@@ -41,7 +41,8 @@ def measure(x: Tensor) -> tuple[list[dict[str, Any]], dict[str, str]]:
                 measured = timing.against_copy(call, x, nbytes)
                 rows.append({"library": library, "format": format, "operation": operation, **measured})
         except (ImportError, NotImplementedError, RuntimeError, OSError) as error:
-            absent[library] = str(error).splitlines()[0]  # theirs to fail; the listing says so
+            # a peer may fail; the reason is listed
+            absent[library] = next(iter(str(error).splitlines()), type(error).__name__)
     return sorted(rows, key=lambda row: (row["format"], row["operation"])), absent
 
 
@@ -55,7 +56,7 @@ def torch_casts(x: Tensor) -> list[Case]:
 
 
 def eager_reference(x: Tensor) -> list[Case]:
-    """A sixteenth of the input, the time scaled up: it is slow and needs memory."""
+    """Run on a sixteenth of the input, sixteen times: the reference is slow and needs memory."""
     part = x[: x.numel() // 16]
     cases: list[Case] = []
     for name in REFERENCE:
@@ -89,7 +90,7 @@ def ml_dtypes_casts(x: Tensor) -> list[Case]:
 
 
 def bitsandbytes_maps(x: Tensor) -> list[Case]:
-    """Its blockwise quantisation, blocks of 4096; the absolute maxima it computes besides are part of it."""
+    """Its blockwise quantisation with blocks of 4096. The times include finding the absolute maxima."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.functional as bnb
 
@@ -102,7 +103,7 @@ def bitsandbytes_maps(x: Tensor) -> list[Case]:
 
 
 def qtorch_rounding(x: Tensor) -> list[Case]:
-    """Rounds to values; it has no codes."""
+    """It rounds to values only; it has no codes."""
     from qtorch.quant import fixed_point_quantize, float_quantize
 
     _need_cpu(x)

@@ -1,4 +1,4 @@
-"""How long a call takes, beside a plain copy of its input."""
+"""Time of a call, beside a plain copy of its input."""
 
 import statistics
 import time
@@ -12,9 +12,9 @@ Call = Callable[[], Any]
 
 
 def against_copy(call: Call, x: Tensor, nbytes: int) -> dict[str, float]:
-    """Median times of a call and of a copy of x, which take turns because machines drift, and their ratios.
+    """Return median times of a call and of a copy of x, and their ratios. They take turns: machines drift.
 
-    `nbytes` is what the call reads and writes for each value; a float32 copy moves 8.
+    `nbytes` counts what the call reads and writes per value; a float32 copy moves 8.
     """
     target = torch.empty_like(x)
     repeats, rounds = _plan(call, x.device, 0.5)
@@ -22,28 +22,28 @@ def against_copy(call: Call, x: Tensor, nbytes: int) -> dict[str, float]:
     for _ in range(rounds):
         copied = _timed(lambda: target.copy_(x), x.device, 10 if x.device.type == "cuda" else 1)
         times.append((_timed(call, x.device, repeats), copied))
-    taken_s, copy_s = (statistics.median(each) for each in zip(*times, strict=True))
+    elapsed_s, copy_s = (statistics.median(each) for each in zip(*times, strict=True))
     return {
-        "seconds": taken_s,
-        "elements_per_s": x.numel() / taken_s,
+        "seconds": elapsed_s,
+        "elements_per_s": x.numel() / elapsed_s,
         "copy_s": copy_s,
-        "speed_ratio": copy_s / taken_s,
-        "bandwidth_ratio": nbytes / taken_s / (8 / copy_s),
+        "speed_ratio": copy_s / elapsed_s,
+        "bandwidth_ratio": nbytes / elapsed_s / (8 / copy_s),
     }
 
 
 def seconds(call: Call, device: torch.device, budget_s: float = 0.4) -> float:
-    """The median time of one call, after a warm-up. Short calls are timed many at a time.
+    """Return the median time of one call, after a warm-up. Short calls are timed many at a time.
 
-    On a GPU at least ten follow one another, so that its clock measures its work; calls shorter than a
-    launch still take the time of a launch.
+    On a GPU at least ten calls run back to back, so that its clock measures its work. A call shorter than a
+    launch still takes the time of a launch.
     """
     repeats, rounds = _plan(call, device, budget_s)
     return statistics.median(_timed(call, device, repeats) for _ in range(rounds))
 
 
 def _plan(call: Call, device: torch.device, budget_s: float) -> tuple[int, int]:
-    """After a warm-up: how many calls to time at once, and how often."""
+    """Warm up; return how many calls to time at once, and how often."""
     call()
     call()
     once = _timed(call, device, 1)

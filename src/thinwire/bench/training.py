@@ -1,13 +1,14 @@
-"""How fast networks train with DDP between emulated hosts, by what their gradients are sent as.
+"""Speed of training with DDP between emulated hosts, by the method that sends gradients.
 
 On CPUs: four small networks, 2 and 4 hosts, links of 100 Mbit/s and 1 Gbit/s (see `thinwire.lab`). On a GPU:
-GPT-2 small, ResNet-50 and VGG-19, links of 10 and 40 Gbit/s, and loopback. Plain DDP, torch's own hooks, and
-recipes of `thinwire.attach`, as ratios to plain DDP taken in one run. All hosts share the cores and the GPU
-of one machine, so that computing takes longer with more of them.
+GPT-2 small, ResNet-50 and VGG-19, links of 10 and 40 Gbit/s, and loopback. Methods are plain DDP, torch's
+hooks, and recipes of `thinwire.attach`; ratios are to plain DDP in the same run. All hosts share one
+machine's cores and GPU, so computing takes longer with more hosts.
 
-The communication share of a cell is that of a plain step: 1 - (a step that sends nothing) / (a step).
+A cell is one network in one place (hosts, link). Its communication share is that of a plain DDP step:
+1 - (a step that sends nothing) / (a step).
 
-Bytes are those of gradients. DDP also sends the buffers of batch norm in every step, with every method alike.
+Bytes are those of gradients. With every method, DDP also sends the buffers of batch norm in every step.
 """
 
 import json
@@ -15,12 +16,11 @@ import math
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire import policy
-from thinwire.bench import machine
+from thinwire import machine, policy
 from thinwire.bench.formats import Progress, Table
 from thinwire.bench.training_networks import networks as known_networks
 from thinwire.bench.training_worker import AUTO, BRAIN, HALF, PLAIN, POWER, TORCH
@@ -37,12 +37,12 @@ METHODS = {
     "cpu": (PLAIN, HALF, POWER, "fp32", "fp16", "int8", "int4", "onebit", AUTO),
     "cuda": (*TORCH, "fp32", "bf16", "int8", "fp8", "int4", "qsgd4", "aps8", "onebit", "powersgd", AUTO),
 }
-PATIENCE_S = 120.0  # of a rank, for others
+PATIENCE_S = 120.0  # that a rank waits for other ranks
 TAIL = 3000  # characters of a rank's output in an error
 
 COMPUTE_BOUND = 0.1  # communication share
-BOUND = {"cpu": 0.8, "cuda": 0.9}  # communication shares that are most of a step
-#: Ratios to plain DDP where communication is most of a step: by device, link and hosts ("" and 0: any).
+BOUND = {"cpu": 0.8, "cuda": 0.9}  # communication share above which a cell is communication-bound
+#: Target ratios to plain DDP in communication-bound cells, by device, link and hosts ("" and 0: any).
 FASTER = {
     "cpu": {("", 0): {"int8": 3.0, "int4": 5.0}},
     "cuda": {
@@ -51,11 +51,11 @@ FASTER = {
     },
 }
 FAST_LINK = {"int8": 2.4, "int4": 3.0}  # the same at 40gbit, on a GPU
-NOT_SLOWER = 0.97  # where communication is little
-NEAR_BEST = 0.95  # auto, of the best fixed choice
+NOT_SLOWER = 0.97  # target ratio to plain DDP in compute-bound cells
+NEAR_BEST = 0.95  # target for auto, as a share of the best fixed method's speed
 WORST_ERROR = {"cpu": 0.15, "cuda": 0.10}  # of predicted step times
 USUAL_ERROR = 0.07
-MOST_HOST_S = 3e-3  # of a step in the hook, beyond what NCCL's own calls take, on a GPU
+MOST_HOST_S = 3e-3  # of the host in the hook, per step, beyond NCCL's own calls, on a GPU
 
 
 def run(  # noqa: PLR0913
@@ -70,12 +70,12 @@ def run(  # noqa: PLR0913
     known: Sequence[Cell] = (),
     keep: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure every network in every place; `seconds` are those of the timed rounds of one of these cells.
+    """Measure every network in every place; `seconds` is the time for one cell's rounds.
 
-    Cells that are `known` are not measured again. `keep` is given the result so far, after every cell.
+    Cells in `known` are not measured again. `keep` gets the result so far after every cell.
     """
     if device != "cpu":
-        machine.default_numel(device)  # it must be there
+        machine.default_numel(device)  # raises if there is no such device
     built = known_networks(device)
     for name in networks or ():
         if name not in built:
@@ -85,29 +85,30 @@ def run(  # noqa: PLR0913
             policy.get(method)  # a recipe or a codec
     done: dict[tuple[int, str, str], Cell] = {_place(cell): cell for cell in known}
     for hosts, link in places or PLACES[device]:
-        wanted = [each for each in networks or built if (hosts, link, each) not in done]
+        wanted = [network for network in networks or built if (hosts, link, network) not in done]
         if not wanted:
             continue
+        progress(f"{hosts} hosts, {link}: {', '.join(wanted)}")
         with Lab(hosts=hosts, link=link, device=device) as lab:
-            for network in wanted:
-                progress(f"{hosts} hosts, {link}: {network}")
-                cell = measure(lab, network, methods or METHODS[device], seconds, device)
-                made = {"commit": commit or machine.commit(), "date": machine.now()}
-                done[hosts, link, network] = summed_up({"link": link, "device": device, **made, **cell})
+            for cell in measure(lab, wanted, methods or METHODS[device], seconds, device):
+                origin = {"commit": commit or machine.commit(), "date": machine.now()}
+                done[hosts, link, cell["network"]] = summed_up(
+                    {"link": link, "device": device, **origin, **cell}
+                )
                 keep(_result(done, device))
     return _result(done, device)
 
 
 def _result(done: Mapping[tuple[int, str, str], Cell], device: str) -> dict[str, Any]:
-    """All cells, in the order of the places, with what they say of the targets."""
+    """Return a record of all cells in the order of the places, with the summary of targets."""
     places = [*PLACES[device], *(key[:2] for key in done)]
     cells = [cell for _, cell in sorted(done.items(), key=lambda each: places.index(each[0][:2]))]
-    found = {"device": device, "cells": cells, "summary": summary(cells, device), "absent": {}}
-    return machine.record(found)
+    contents = {"device": device, "cells": cells, "summary": summary(cells, device), "absent": {}}
+    return machine.record(contents)
 
 
 def saved_cells(path: Path) -> list[Cell]:
-    """The cells of a result that was saved, for `known`."""
+    """Return the cells of a saved result, for `known`."""
     try:
         cells: list[Cell] = json.loads(path.read_text())["cells"]
         tables({"cells": cells, "summary": []})
@@ -123,39 +124,42 @@ def _place(cell: Cell) -> tuple[int, str, str]:
     return cell["hosts"], cell["link"], cell["network"]
 
 
-def measure(lab: Lab, network: str, methods: Sequence[str], seconds: float, device: str = "cpu") -> Cell:
-    """One network in one place, as its ranks measured it."""
+def measure(
+    lab: Lab, networks: Sequence[str], methods: Sequence[str], seconds: float, device: str = "cpu"
+) -> Iterator[Cell]:
+    """Yield a cell for each network in one place. If a rank fails, finished cells are yielded first."""
     task = {
-        "network": network,
+        "networks": list(networks),
         "methods": list(methods),
         "seconds": seconds,
         "patience_s": PATIENCE_S,
         "device": device,
     }
     command = [sys.executable, "-m", "thinwire.bench.training_worker", json.dumps(task)]
-    done = lab.run(command, timeout_s=2 * PATIENCE_S + 4 * seconds, echo=False)
+    done = lab.run(command, timeout_s=len(networks) * (2 * PATIENCE_S + 4 * seconds), echo=False)
+    for line in done.outputs[0].splitlines():
+        if line.startswith("RESULT "):
+            cell: Cell = json.loads(line.removeprefix("RESULT "))
+            yield cell
     if not done.ok:
-        raise LabError(f"{network} on {lab}: {failure(done)}")
-    line = next(line for line in done.outputs[0].splitlines() if line.startswith("RESULT "))
-    found: Cell = json.loads(line.removeprefix("RESULT "))
-    return found
+        raise LabError(f"{', '.join(networks)} on {lab}: {failure(done)}")
 
 
 def failure(done: Run) -> str:
-    """Which ranks failed and the end of what they printed; of all ranks, if time was up."""
-    told = (0, -signal.SIGTERM, -signal.SIGKILL)  # the lab ends ranks when another one has failed
-    failed = [rank for rank, code in enumerate(done.returncodes) if code not in told]
+    """Say which ranks failed, with the end of their output; after a timeout, with that of all ranks."""
+    expected = (0, -signal.SIGTERM, -signal.SIGKILL)  # the lab ends ranks when another one has failed
+    failed = [rank for rank, code in enumerate(done.returncodes) if code not in expected]
     if done.timed_out or not failed:
         failed = list(range(len(done.outputs)))
     what = f"not done within {done.seconds:.0f} s" if done.timed_out else "a rank failed"
     return what + "".join(f"\nrank {rank}:\n{done.outputs[rank][-TAIL:]}" for rank in failed)
 
 
-# What the times say
+# Ratios
 
 
 def summed_up(cell: Cell) -> Cell:
-    """A cell with medians, ratios to plain DDP of the same rounds, and how good auto's choice was."""
+    """Return a cell with medians, ratios to plain DDP in the same rounds, and a verdict on auto's choice."""
     plain = next(row["times_s"] for row in cell["rows"] if row["method"] == PLAIN)
     rows = []
     for row in cell["rows"]:
@@ -182,18 +186,18 @@ def summed_up(cell: Cell) -> Cell:
 
 
 def judged(auto: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How far auto's prediction is from what the bench measured, and how its choice compares with fixed ones.
+    """Compare auto's prediction with the measured time, and its choice with fixed methods.
 
-    Those that count are the ones it may choose.
+    Only methods that auto may choose count.
     """
-    told = auto["auto"]
+    choice = auto["auto"]
     steps_s = {row["method"]: row["step_s"] for row in rows}
-    predicted = {each["codec"]: each["predicted_step_s"] for each in told["candidates"]}
-    allowed = [each["codec"] for each in told["candidates"] if each["allowed"]]
+    predicted = {candidate["codec"]: candidate["predicted_step_s"] for candidate in choice["candidates"]}
+    allowed = [candidate["codec"] for candidate in choice["candidates"] if candidate["allowed"]]
     fixed = [row for row in rows if row["method"] in allowed]
     best = min(fixed, key=lambda row: row["step_s"], default=None)
     return {
-        "prediction_error": _error(told["predicted_step_s"], auto["step_s"]),
+        "prediction_error": _error(choice["predicted_step_s"], auto["step_s"]),
         "candidate_errors": {
             codec: _error(step_s, steps_s[codec]) for codec, step_s in predicted.items() if codec in steps_s
         },
@@ -213,73 +217,75 @@ def _ratio(times: Sequence[float], own: Sequence[float]) -> float:
 
 # The targets
 
-Found = list[tuple[float, str]]  # a value, and where it was found
+Found = list[tuple[float, str]]  # a value, and the cell it is from
 
 
 def summary(cells: Sequence[Cell], device: str = "cpu") -> list[dict[str, Any]]:
-    """Every target, over how many values, the worst of them and where, and whether it is met."""
+    """Return a line per target: the number of values, the worst one and its cell, and whether it is met."""
     bound = [cell for cell in cells if cell["communication_share"] > BOUND[device]]
-    found = []
+    lines = []
     for (link, hosts), targets in FASTER[device].items():
-        here = [each for each in bound if link in ("", each["link"]) and hosts in (0, each["hosts"])]
+        matching = [each for each in bound if link in ("", each["link"]) and hosts in (0, each["hosts"])]
         where = f", {hosts} hosts, {link}" if link else ""
         for method, target in targets.items():
             what = f"{method} to plain DDP, communication-bound{where}"
-            found.append(_at_least(what, target, _ratios(here, [method])))
+            lines.append(_at_least(what, target, _ratios(matching, [method])))
     ours = sorted({row["method"] for cell in cells for row in cell["rows"]} - set(TORCH))
     if device == "cuda":
-        found += _gpu_targets(cells, ours)
+        lines += _gpu_targets(cells, ours)
     idle = [cell for cell in cells if cell["communication_share"] < COMPUTE_BOUND or cell["link"] == LOOPBACK]
-    found.append(_at_least("any method of thinwire, compute-bound", NOT_SLOWER, _ratios(idle, ours)))
+    lines.append(_at_least("any method of thinwire, compute-bound", NOT_SLOWER, _ratios(idle, ours)))
     judgements = [
         (row["auto"], _where(cell)) for cell in cells for row in cell["rows"] if row.get("auto") is not None
     ]
-    near = [(told["ratio_to_best"], at) for told, at in judgements if told["ratio_to_best"] is not None]
+    near = [(choice["ratio_to_best"], at) for choice, at in judgements if choice["ratio_to_best"] is not None]
     errors = [
-        (told["prediction_error"], at) for told, at in judgements if told["prediction_error"] is not None
+        (choice["prediction_error"], at)
+        for choice, at in judgements
+        if choice["prediction_error"] is not None
     ]
-    found.append(_at_least("auto to the best fixed choice", NEAR_BEST, near))
-    found.append(_at_most("error of auto's predictions, largest", WORST_ERROR[device], errors))
+    lines.append(_at_least("auto to the best fixed choice", NEAR_BEST, near))
+    lines.append(_at_most("error of auto's predictions, largest", WORST_ERROR[device], errors))
     usual = [(statistics.median(error for error, _ in errors), "")] if errors else []
-    found.append(_at_most("error of auto's predictions, median", USUAL_ERROR, usual))
+    lines.append(_at_most("error of auto's predictions, median", USUAL_ERROR, usual))
     equal = [(float(row["replicas_equal"]), _where(cell, row)) for cell in cells for row in cell["rows"]]
-    found.append(_at_least("replicas equal", 1.0, equal))
-    return found
+    lines.append(_at_least("replicas equal", 1.0, equal))
+    return lines
 
 
 def _gpu_targets(cells: Sequence[Cell], ours: Sequence[str]) -> list[dict[str, Any]]:
-    """Faster links, and torch's own hooks."""
+    """Return the targets of fast links, and those against torch's hooks."""
     throttled = [cell for cell in cells if cell["link"] != LOOPBACK]
     fast = [cell for cell in cells if cell["link"] == "40gbit"]
     bound = [cell for cell in fast if cell["communication_share"] > BOUND["cuda"]]
-    found = [
+    lines = [
         _at_least(f"{method} to plain DDP, communication-bound, 40gbit", target, _ratios(bound, [method]))
         for method, target in FAST_LINK.items()
     ]
-    found.append(_at_least("any method of thinwire to plain DDP, 40gbit", 1.0, _ratios(fast, ours)))
+    lines.append(_at_least("any method of thinwire to plain DDP, 40gbit", 1.0, _ratios(fast, ours)))
     lossy = [method for method in ours if method not in ("fp32", "fp16", "bf16", AUTO)]
     slow = [cell for cell in throttled if cell["link"] == "10gbit"]
-    found.append(_at_least("any lossy recipe to torch's bf16 hook, 10gbit", 1.0, _beside(slow, lossy, BRAIN)))
-    found.append(_at_least("powersgd to torch's hook", 1.0, _beside(throttled, ["powersgd"], POWER)))
+    lines.append(_at_least("any lossy recipe to torch's bf16 hook, 10gbit", 1.0, _beside(slow, lossy, BRAIN)))
+    lines.append(_at_least("powersgd to torch's hook", 1.0, _beside(throttled, ["powersgd"], POWER)))
     added = [
         (row["host_s"] - cell["calls_s"], _where(cell, row))
         for cell in cells
         for row in cell["rows"]
         if "host_s" in row and "calls_s" in cell
     ]
-    found.append(_at_most("host seconds a step in the hook, beyond NCCL's calls", MOST_HOST_S, added))
-    return found
+    lines.append(_at_most("host seconds a step in the hook, beyond NCCL's calls", MOST_HOST_S, added))
+    return lines
 
 
 def _beside(cells: Sequence[Cell], methods: Sequence[str], other: str) -> Found:
-    """Ratios to another method of the same cell, by way of plain DDP."""
-    found = []
+    """Return ratios to another method in the same cell, from the ratios of both to plain DDP."""
+    ratios = []
     for cell in cells:
         base = next((row["ratio_to_plain"] for row in cell["rows"] if row["method"] == other), None)
         if base is not None:
             rows = [row for row in cell["rows"] if row["method"] in methods]
-            found += [(row["ratio_to_plain"] / base, _where(cell, row)) for row in rows]
-    return found
+            ratios += [(row["ratio_to_plain"] / base, _where(cell, row)) for row in rows]
+    return ratios
 
 
 def _ratios(cells: Sequence[Cell], methods: Sequence[str]) -> Found:
@@ -307,7 +313,7 @@ def _at_most(what: str, target: float, values: Found) -> dict[str, Any]:
 def _judge(
     what: str, target: str, values: Found, worst: Callable[[Found], Any], met: Callable[[float], bool]
 ) -> dict[str, Any]:
-    """One line of the summary; without values nothing is said about being met."""
+    """Return one line of the summary; without values, `met` is None."""
     value, where = worst(values) if values else (math.nan, "")
     return {
         "what": what,
@@ -335,18 +341,18 @@ TARGET_COLUMNS = ("target", "", "values", "worst", "where", "met")
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """One table for each place, one of what auto did, and the targets."""
-    found: list[Table] = []
+    """Return one table per place, one of auto's choices, and one of the targets."""
+    all_tables: list[Table] = []
     for hosts, link in dict.fromkeys((cell["hosts"], cell["link"]) for cell in result["cells"]):
         cells = [cell for cell in result["cells"] if (cell["hosts"], cell["link"]) == (hosts, link)]
         shares = ", ".join(f"{each['network']} {each['communication_share']:.0%}" for each in cells)
         title = f"{hosts} hosts, {link}; communication share of plain DDP: {shares}"
-        found.append((title, COLUMNS, [_line(cell, row) for cell in cells for row in cell["rows"]]))
+        all_tables.append((title, COLUMNS, [_line(cell, row) for cell in cells for row in cell["rows"]]))
     chosen = [_choice(cell, row) for cell in result["cells"] for row in cell["rows"] if row.get("auto")]
     if chosen:
-        found.append(("auto", CHOICE_COLUMNS, chosen))
-    found.append(("targets", TARGET_COLUMNS, [_target(each) for each in result["summary"]]))
-    return found
+        all_tables.append(("auto", CHOICE_COLUMNS, chosen))
+    all_tables.append(("targets", TARGET_COLUMNS, [_target(each) for each in result["summary"]]))
+    return all_tables
 
 
 def _line(cell: Cell, row: dict[str, Any]) -> tuple[str, ...]:
@@ -362,15 +368,17 @@ def _line(cell: Cell, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _choice(cell: Cell, row: dict[str, Any]) -> tuple[str, ...]:
-    told = row["auto"]
-    predicted, error, ratio = (told[key] for key in ("predicted_step_s", "prediction_error", "ratio_to_best"))
+    choice = row["auto"]
+    predicted, error, ratio = (
+        choice[key] for key in ("predicted_step_s", "prediction_error", "ratio_to_best")
+    )
     return (
         _where(cell),
-        str(told["chosen"]),
+        str(choice["chosen"]),
         "" if predicted is None else f"{predicted * 1e3:.1f}",
         f"{row['step_s'] * 1e3:.1f}",
         "" if error is None else f"{error:.1%}",
-        told["best_fixed"] or "",
+        choice["best_fixed"] or "",
         "" if ratio is None else f"{ratio:.2f}",
     )
 

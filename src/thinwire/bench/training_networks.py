@@ -14,14 +14,14 @@ from thinwire.zoo.transformer import GPT2
 
 @dataclass(frozen=True)
 class Network:
-    """What is trained: a network, and how a batch for it looks."""
+    """A network, the shape of its batches, and its optimizer."""
 
     build: Callable[[], nn.Module]
     batch: int
     classes: int
-    tokens: int = 0  #: in a sequence; none means images
+    tokens: int = 0  #: in a sequence; 0 means images
     pixels: int = 32  #: of an image's side
-    adam: bool = False  #: whether AdamW trains it, and not SGD with momentum
+    adam: bool = False  #: AdamW instead of SGD with momentum
 
     def data(self, seed: int) -> tuple[Tensor, Tensor]:
         """Random inputs and labels."""
@@ -34,7 +34,7 @@ class Network:
 
 
 def vgg() -> nn.Sequential:
-    """Convolutions of few parameters, then fully connected layers of nearly all of them."""
+    """Convolutions with few parameters, then fully connected layers with nearly all of them."""
     stages: dict[str, nn.Module] = {}
     inputs = 3
     for stage, width in enumerate((32, 64, 128), start=1):
@@ -95,7 +95,7 @@ NETWORKS: dict[str, Network] = {
     "transformer": Network(lambda: GPT2(WORDS, 64, 256, 4, 4), batch=8, classes=WORDS, tokens=16),
 }
 
-#: On a GPU in bfloat16 (autocast), with small batches: gradients are many beside the arithmetic.
+#: Trained in bfloat16 (autocast). Batches are small, so that gradients are many beside the arithmetic.
 GPU_NETWORKS: dict[str, Network] = {
     "gpt2": Network(lambda: zoo.get("gpt2", "cuda"), batch=4, classes=50_257, tokens=256, adam=True),
     "resnet50": Network(lambda: zoo.get("resnet50", "cuda"), batch=16, classes=1000, pixels=224),
@@ -104,5 +104,5 @@ GPU_NETWORKS: dict[str, Network] = {
 
 
 def networks(device: str) -> dict[str, Network]:
-    """Those that are measured on a device."""
+    """Networks that are measured on a device."""
     return GPU_NETWORKS if device == "cuda" else NETWORKS

@@ -1,11 +1,11 @@
-"""One rank of `thinwire bench training`: started by the lab, it trains and rank 0 prints JSON.
+"""One rank of `thinwire bench training`. The lab starts it; all ranks train, rank 0 prints JSON per network.
 
-Every method has a model and an optimizer of its own, alike in the beginning. Methods take turns, because
-machines drift: every round trains each for a few steps, after a barrier, and each round begins with another
-method. What counts is the slowest rank's time. Nothing of a method runs while others have their turns. On a
-GPU, whose memory does not hold all models of all ranks, methods form groups, each with plain DDP among them.
+Every method has its own model and optimizer, with equal initial values. Methods take turns, because machines
+drift: every round trains each method for a few steps, after a barrier, and starts with another method. The
+slowest rank's time counts. Only one method runs at a time. A GPU's memory does not hold all models of all
+ranks, so there methods form groups, each with plain DDP.
 
-Inputs and labels are random, the same in every step: only speed is measured, not what is learnt.
+Inputs and labels are random and the same in every step: this measures speed, not learning.
 """
 
 import faulthandler
@@ -29,24 +29,25 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.training_networks import Network, networks
-from thinwire.integrations import Wire, attach
+from thinwire.integrations import Handle, attach
 
 PLAIN, HALF, BRAIN, POWER = "torch-fp32", "torch-fp16", "torch-bf16", "torch-powersgd"
 TORCH = (PLAIN, HALF, BRAIN, POWER)  # torch's bf16 hook refuses CPUs
 COMPUTE = "compute only"
 AUTO = "auto"
-WARMUP = {"cpu": 2, "cuda": 3}  # steps: DDP makes its buckets anew after the first
-RECORDED = 15  # steps on a GPU until what thinwire repeats is recorded, and its first timed steps are past
-GROUP = 5  # methods on a GPU at a time, beside plain DDP and computing alone
+WARMUP = {"cpu": 2, "cuda": 3}  # steps: DDP rebuilds its buckets after the first
+RECORDED = 10  # steps on a GPU: then thinwire has recorded its calls, and its first timed steps are over
+MODELS = 24  # of all ranks that fit on a GPU, besides those of plain DDP and of compute only
 RANK = 4  # of PowerSGD
-POWER_WARMUP = 4  # it sends float32 twice
-MOST_WARMUP = 300  # until auto has settled
+POWER_WARMUP = 4  # its first two steps send float32
+MOST_WARMUP = 300  # steps to wait until auto has settled
 FEWEST_ROUNDS = 4
-TURN_S = 0.5  # of a method in a round, if its steps are shorter
-TURN_SHARE = 1 / 30  # of the time for all rounds: a turn is no longer, unless it has as few steps as may be
-FEWEST_STEPS = {"cpu": 1, "cuda": 4}  # in a turn, where they are short: a GPU's first step waits for the host
-SHORT_S = 0.1
+TURN_S = 0.5  # length of a method's turn, if its steps are shorter
+TURN_SHARE = 1 / 30  # of the time for all rounds: longest turn, unless it has only the fewest steps
+FEWEST_STEPS = {"cpu": 1, "cuda": 4}  # in a turn, if steps are short: a GPU's first step waits for the host
+SHORT_S = {"cpu": 0.1, "cuda": 0.2}  # a step that takes less is short
 MOST_STEPS = 8  # in a turn
+HOST_STEPS = 5  # that measure the host's time
 ONE_BUCKET_MB = 4096
 
 
@@ -55,20 +56,21 @@ ONE_BUCKET_MB = 4096
 
 @dataclass
 class Trainee:
-    """One method, with a model of its own."""
+    """One method with its own model."""
 
     method: str
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    wire: Wire | None = None
+    handle: Handle | None = None
     power: Any = None  #: the state of torch's PowerSGD
     done: int = 0  #: steps so far
     steps: int = 1  #: in a turn
     times: list[float] = field(default_factory=list)  #: of a step, by round
     host: list[float] = field(default_factory=list)  #: seconds of every step in thinwire's hook
+    host_s: float | None = None  #: of a step that starts with no work pending
 
     def step(self, x: Tensor, labels: Tensor) -> None:
-        """One step of training; on a GPU in bfloat16, with parameters and gradients in float32."""
+        """Train one step; on a GPU in bfloat16, with parameters and gradients in float32."""
         self.optimizer.zero_grad()
         with self.model.no_sync() if self.method == COMPUTE else nullcontext():
             with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda):
@@ -78,7 +80,7 @@ class Trainee:
         self.done += 1
 
     def turn(self, data: tuple[Tensor, Tensor], steps: int) -> float:
-        """Seconds that each of so many steps took, on this rank."""
+        """Train `steps` steps; return the seconds per step on this rank."""
         dist.barrier()
         synchronize()
         start = time.perf_counter()
@@ -89,13 +91,13 @@ class Trainee:
 
     @property
     def settled(self) -> bool:
-        """Whether auto, if this is auto, has made its choice."""
-        return self.wire is None or self.wire.pilot is None or self.wire.pilot.settled
+        """Whether auto has made its choice; true for all other methods."""
+        return self.handle is None or self.handle.auto is None or self.handle.auto.settled
 
     def sent_nbytes(self) -> float:
-        """By this rank so far, for gradients; of torch's methods, what a ring sends."""
-        if self.wire is not None:
-            return float(self.wire.sent_nbytes)
+        """Bytes of gradients that this rank has sent; for torch's methods, what a ring sends."""
+        if self.handle is not None:
+            return float(self.handle.sent_nbytes)
         world = dist.get_world_size()
         if self.power is not None:
             numel = self.power.total_numel_after_compression
@@ -106,10 +108,10 @@ class Trainee:
 
 
 def prepare(method: str, network: Network, device: torch.device) -> Trainee:
-    """A model with its communication: torch's, or a policy's.
+    """Return a model with torch's communication or a policy's.
 
-    On a CPU torch's PowerSGD gets one bucket, whatever the size of the model: it starts its second exchange
-    when the first is done, which deadlocks on gloo when there are several.
+    On a CPU torch's PowerSGD gets one bucket for the whole model. With several it deadlocks on gloo, because
+    it starts its second all-reduce when the first is done.
     """
     torch.manual_seed(0)
     net = network.build()
@@ -123,23 +125,23 @@ def prepare(method: str, network: Network, device: torch.device) -> Trainee:
         )
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    made = Trainee(method, model, optimizer)
+    trainee = Trainee(method, model, optimizer)
     if method == HALF:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif method == BRAIN:
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif method == POWER:
-        made.power = powerSGD_hook.PowerSGDState(None, RANK, start_powerSGD_iter=2)
-        model.register_comm_hook(made.power, powerSGD_hook.powerSGD_hook)
+        trainee.power = powerSGD_hook.PowerSGDState(None, RANK, start_powerSGD_iter=2)
+        model.register_comm_hook(trainee.power, powerSGD_hook.powerSGD_hook)
     elif method not in (PLAIN, COMPUTE):
-        made.wire = attach(model, method)
-        _watch(made.wire, made.host)
-    return made
+        trainee.handle = attach(model, method)
+        _watch(trainee.handle, trainee.host)
+    return trainee
 
 
-def _watch(wire: Wire, spent: list[float]) -> None:
-    """Note how long the host is in the hook, step by step."""
-    inner = wire.reduce
+def _watch(handle: Handle, spent: list[float]) -> None:
+    """Append to `spent` the host's seconds in the hook, step by step."""
+    inner = handle.reduce
 
     def reduce(bucket: Any) -> Any:
         began = time.perf_counter()
@@ -150,7 +152,7 @@ def _watch(wire: Wire, spent: list[float]) -> None:
                 spent.append(0.0)
             spent[-1] += time.perf_counter() - began
 
-    wire.reduce = reduce  # type: ignore[method-assign]
+    handle.reduce = reduce  # type: ignore[method-assign]
 
 
 # Measuring
@@ -159,30 +161,30 @@ def _watch(wire: Wire, spent: list[float]) -> None:
 def main() -> None:
     """Read the task from the command line, measure, print."""
     task = json.loads(sys.argv[1])
-    faulthandler.register(signal.SIGTERM, chain=True)  # when time is up: where each thread is
+    faulthandler.register(signal.SIGTERM, chain=True)  # shows where each thread is when time is up
     torch.set_num_threads(1)
     device = torch.device(task["device"])
     if device.type == "cuda":
         torch.cuda.set_device(0)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=task["patience_s"]))
-    cell = measure(task["network"], task["methods"], task["seconds"], device)
-    if dist.get_rank() == 0:
-        sys.stdout.write("RESULT " + json.dumps(cell) + "\n")
-        sys.stdout.flush()
-    gc.collect()
-    dist.barrier()
+    for network in task["networks"]:
+        cell = measure(network, task["methods"], task["seconds"], device)
+        if dist.get_rank() == 0:
+            sys.stdout.write("RESULT " + json.dumps(cell) + "\n")
+            sys.stdout.flush()
+        gc.collect()
+        dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(name: str, methods: list[str], seconds: float, device: torch.device) -> dict[str, Any]:
-    """All methods on one network: times of every round, bytes, and whether replicas are equal at the end."""
+    """Train one network with all methods: times by round, bytes, and whether replicas end up equal."""
     network = networks(device.type)[name]
     x, labels = network.data(seed=1 + dist.get_rank())
     data = x.to(device), labels.to(device)
     others = [each for each in dict.fromkeys(methods) if each not in (PLAIN, COMPUTE)]
-    size = GROUP if device.type == "cuda" else max(1, len(others))
-    groups = [others[at : at + size] for at in range(0, len(others), size)] or [[]]
+    groups = in_groups(others, MODELS // dist.get_world_size() if device.type == "cuda" else len(others))
     rows: list[dict[str, Any]] = []
     computing: dict[str, Any] = {}
     for group in groups:
@@ -191,7 +193,7 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
         rows += more if rows else [plain, *more]
         computing = computing or alone
         trained.clear()
-        gc.collect()  # models and their hooks know each other
+        gc.collect()  # models and their hooks refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return {
@@ -205,17 +207,30 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
     }
 
 
+def in_groups(methods: list[str], most: int) -> list[list[str]]:
+    """Split into as few groups as possible, of at most `most` methods and nearly equal sizes.
+
+    >>> in_groups(["a", "b", "c", "d", "e"], 3)
+    [['a', 'b', 'c'], ['d', 'e']]
+    """
+    count = -(-len(methods) // max(1, most)) or 1
+    size = -(-len(methods) // count)
+    return [methods[at : at + size] for at in range(0, len(methods), max(1, size))] or [[]]
+
+
 def _rows(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: float) -> list[dict[str, Any]]:
-    """What a group of methods took and did; plain DDP is the first of them."""
+    """Train a group of methods and return their rows. Plain DDP is the first method."""
     for trainee in trainees:
         warm_up(trainee, data, min(TURN_S, TURN_SHARE * seconds))
     before = [(each.done, each.sent_nbytes()) for each in trainees]
     take_turns(trainees, data, seconds)
+    for trainee in trainees:
+        time_host(trainee, data)
     times = _slowest([each.times for each in trainees])
     return [
         {
             "method": trainee.method,
-            "times_s": taken,
+            "times_s": own_times,
             "plain_times_s": times[0],
             "steps": trainee.done - done,
             "warm_up_steps": done,
@@ -223,35 +238,36 @@ def _rows(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: float) 
             "buckets": _buckets(trainee.model),
             "params": sum(each.numel() for each in trainee.model.parameters()),
             **_replicas(trainee.model),
-            **_wire(trainee.wire),
-            **({"host_s": statistics.median(trainee.host[-trainee.steps * 2 :])} if trainee.host else {}),
-            **({"auto": trainee.wire.stats()["auto"]} if trainee.wire and trainee.method == AUTO else {}),
+            **_handle(trainee.handle),
+            **({"host_s": trainee.host_s} if trainee.host_s is not None else {}),
+            **({"auto": trainee.handle.stats()["auto"]} if trainee.handle and trainee.method == AUTO else {}),
         }
-        for trainee, taken, (done, sent) in zip(trainees, times, before, strict=True)
+        for trainee, own_times, (done, sent) in zip(trainees, times, before, strict=True)
     ]
 
 
 def warm_up(trainee: Trainee, data: tuple[Tensor, Tensor], turn_s: float) -> None:
-    """Steps until a method runs as it will run, and how many of them fit into a turn.
+    """Train until a method runs at its steady speed, and set how many steps fit into a turn.
 
-    Nothing comes between those in which auto measures; it settles on all ranks in the same step.
+    The steps in which auto measures run without a pause. Auto settles on all ranks in the same step.
     """
     usual = WARMUP[data[0].device.type]
     steps = POWER_WARMUP if trainee.method == POWER else usual
-    if trainee.wire is not None and data[0].is_cuda:
+    if trainee.handle is not None and data[0].is_cuda and trainee.method != "fp32":
         steps = RECORDED
     trainee.turn(data, steps - 1)
     while trainee.done < MOST_WARMUP and not trainee.settled:
         trainee.step(*data)
     step_s = _slowest([[trainee.turn(data, 1)]])[0][0]
-    if step_s < turn_s:  # it may still have made something for the first time
+    if step_s < turn_s:  # that step may have included one-time work
         step_s = _slowest([[trainee.turn(data, usual)]])[0][0]
-    fewest = FEWEST_STEPS[data[0].device.type] if step_s < SHORT_S else 1
+    kind = data[0].device.type
+    fewest = FEWEST_STEPS[kind] if step_s < SHORT_S[kind] else 1
     trainee.steps = max(fewest, min(MOST_STEPS, int(turn_s / step_s)))
 
 
 def take_turns(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: float) -> None:
-    """Rounds until the time is up, and at least a few."""
+    """Run rounds until the time is up, and at least `FEWEST_ROUNDS`."""
     begin = time.perf_counter()
     for turn in range(1000):
         first = turn % len(trainees)
@@ -261,28 +277,40 @@ def take_turns(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: fl
             return
 
 
+def time_host(trainee: Trainee, data: tuple[Tensor, Tensor]) -> None:
+    """Measure the host's seconds in thinwire's hook, in steps that start with no work pending.
+
+    In back-to-back steps, a host that is ahead of the GPU waits for it inside some call.
+    """
+    if trainee.handle is None:
+        return
+    for _ in range(HOST_STEPS):
+        trainee.turn(data, 1)
+    trainee.host_s = statistics.median(trainee.host[-HOST_STEPS:])
+
+
 def synchronize() -> None:
-    """Let the host wait for the GPU, if there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available() and dist.get_backend() == "nccl":
         torch.cuda.synchronize()
 
 
 def _here(values: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor where ranks can exchange it."""
+    """Return a tensor on the device of the group's backend."""
     return torch.tensor(values, dtype=dtype, device="cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _first_says(yes: bool) -> bool:
-    """What rank 0 says, on all ranks."""
-    said = _here([yes], torch.uint8)
-    dist.broadcast(said, 0)
-    return bool(said.item())
+    """Return rank 0's value on all ranks."""
+    decision = _here([yes], torch.uint8)
+    dist.broadcast(decision, 0)
+    return bool(decision.item())
 
 
 def _slowest(times: list[list[float]]) -> list[list[float]]:
-    found = _here(times, torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()
+    longest = _here(times, torch.float64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.tolist()
 
 
 def _replicas(model: DistributedDataParallel) -> dict[str, bool]:
@@ -292,26 +320,26 @@ def _replicas(model: DistributedDataParallel) -> dict[str, bool]:
     for parameter in parameters:
         digest.update(parameter.numpy().tobytes() if parameter.device.type == "cpu" else _sums(parameter))
     own = _here(list(digest.digest()), torch.uint8)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
+    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, own)
     return {
-        "replicas_equal": all(torch.equal(each, own) for each in found),
+        "replicas_equal": all(torch.equal(each, own) for each in digests),
         "finite": all(bool(parameter.isfinite().all()) for parameter in parameters),
     }
 
 
 def _sums(parameter: Tensor) -> bytes:
-    """Two sums over the bits of a tensor, one of them weighted by place: made on the GPU."""
+    """Two sums over a tensor's bits, one weighted by position, computed on the GPU."""
     bits = parameter.contiguous().view(torch.int32).view(-1).long()
     places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
     return f"{bits.sum().item()} {(bits * places).sum().item()}".encode()
 
 
-def _wire(wire: Wire | None) -> dict[str, Any]:
-    """Where the time of a step goes, and the memory that is kept, as thinwire tells."""
-    if wire is None:
+def _handle(handle: Handle | None) -> dict[str, Any]:
+    """Return seconds per step by stage, overlap, and bytes of buffers and residuals, from the handle."""
+    if handle is None:
         return {}
-    stats = wire.stats()
+    stats = handle.stats()
     steps = max(1, stats["steps"])
     return {
         "seconds": {name: each / steps for name, each in stats["seconds"].items()},
@@ -322,7 +350,7 @@ def _wire(wire: Wire | None) -> dict[str, Any]:
 
 
 def _calls(buckets: int, device: torch.device) -> float:
-    """How long the host is in NCCL's own calls for so many buckets, which plain DDP makes as well."""
+    """Measure the host's seconds in NCCL's own calls for `buckets` buckets; plain DDP makes them as well."""
     x, spent = torch.zeros(1 << 20, device=device), []
     for _ in range(9):
         torch.cuda.synchronize()
@@ -336,7 +364,7 @@ def _calls(buckets: int, device: torch.device) -> float:
 
 
 def _buckets(model: DistributedDataParallel) -> int:
-    """How many buckets DDP makes, as it says itself."""
+    """How many buckets DDP uses, from its own log."""
     sizes = model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
     return len([size for size in str(sizes).split(",") if size.strip()])
 

@@ -1,6 +1,6 @@
-"""The command line: verbs only, each calls one function of the library and prints what it returns.
+"""The command line. Each verb calls one function of the library and prints what it returns.
 
-Torch is imported inside the verbs that need it, so that `thinwire --help` answers at once.
+Verbs that need torch import it themselves, so that `thinwire --help` answers at once.
 """
 
 from typing import Annotated
@@ -17,8 +17,8 @@ from thinwire.cli import (
     lab,
     launch,
     report,
+    reproduce,
     schedules,
-    simulate,
     study,
     watch,
 )
@@ -40,11 +40,11 @@ app.command("watch")(watch.watch)
 app.command("report")(report.make_report)
 app.command("demo")(demo.run_demo)
 app.add_typer(study.app, name="study")
-app.command("simulate")(simulate.simulate)
+app.command("reproduce")(reproduce.reproduce)
 
 
 def main() -> None:
-    """Run the command line; errors that thinwire raises on purpose are one line, not a traceback."""
+    """Run the command line. A `ThinwireError` prints one line, not a traceback."""
     try:
         app()
     except ThinwireError as error:
@@ -69,12 +69,12 @@ def root(
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """What is installed, which kernels are active, whether a lab can be made, and why not."""
-    from thinwire.bench import machine
+    """Show what is installed, which kernels are active, whether a lab can run, and why not."""
+    from thinwire import machine
 
-    found = machine.doctor()
+    facts = machine.doctor()
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
-    rows = [(f"{group} {name}", value) for group, entries in found.items() for name, value in entries.items()]
+    rows = [(f"{group} {name}", value) for group, entries in facts.items() for name, value in entries.items()]
     print_table("thinwire doctor", ("what", "found"), rows)

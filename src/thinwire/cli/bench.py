@@ -14,9 +14,9 @@ app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Numel = Annotated[
-    int | None, typer.Option(help="Values; 16M on a CPU and 256M on a GPU if not given.", min=1024)
+    int | None, typer.Option(help="Number of values; default 16M on a CPU, 256M on a GPU.", min=1024)
 ]
-Commit = Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to record, if this is not a git checkout.")]
 
 
 @app.command("formats")
@@ -28,7 +28,7 @@ def bench_formats(
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
-    """Speed of every format beside a plain copy and beside other libraries; about three minutes on a CPU."""
+    """Measure formats beside a plain copy and other libraries; about three minutes on a CPU."""
     from thinwire.bench import formats
 
     _report(formats, f"formats-{device}", (device, numel, names), save, commit, as_json)
@@ -43,7 +43,7 @@ def bench_codecs(
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
-    """Speed of every codec beside a plain copy and beside other libraries; about five minutes on a CPU."""
+    """Measure codecs beside a plain copy and other libraries; about five minutes on a CPU."""
     from thinwire.bench import codecs
 
     _report(codecs, f"codecs-{device}", (device, numel, specs), save, commit, as_json)
@@ -52,17 +52,21 @@ def bench_codecs(
 @app.command("collectives")
 def bench_collectives(
     device: Device = "cpu",
-    hosts: Annotated[int | None, typer.Option(help="Hosts; with --link, only this place.", min=1)] = None,
-    link: Annotated[str | None, typer.Option(help="A rate such as 1gbit, or loopback.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=1)
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Only this link: loopback, or a rate such as 1gbit.")
+    ] = None,
     specs: Annotated[
         list[str] | None, typer.Option("--codec", help="Only these codecs; any spec, or spec@schedule.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="For each place.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for each pair of hosts and link.")] = 20.0,
     save: Save = None,
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
-    """Collectives between throttled hosts, beside torch's own; about eight minutes, needs root for links."""
+    """Measure collectives between throttled hosts, beside torch's; about eight minutes, links need root."""
     from thinwire.bench import collectives
 
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
@@ -80,8 +84,12 @@ def bench_training(  # noqa: PLR0913
             help="Only these: vgg, resnet, lstm, transformer; on a GPU gpt2, resnet50, vgg19.",
         ),
     ] = None,
-    hosts: Annotated[int | None, typer.Option(help="Hosts; with --link, only this place.", min=2)] = None,
-    link: Annotated[str | None, typer.Option(help="A rate such as 1gbit, or loopback.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=2)
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Only this link: loopback, or a rate such as 1gbit.")
+    ] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,19 +97,22 @@ def bench_training(  # noqa: PLR0913
             help="Only these beside plain DDP: torch-fp16, -bf16, -powersgd, auto, any recipe or codec.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Of timed steps, for each network and place.")] = 15.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds of timed steps for each network, hosts and link.")
+    ] = 15.0,
     add: Annotated[
-        bool, typer.Option("--add", help="To the file that is there: what it has is not measured again.")
+        bool, typer.Option("--add", help="Add to the saved file; what it has is not measured again.")
     ] = False,
     save: Save = None,
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
-    """Training between throttled hosts, beside torch's hooks; about fifteen minutes, needs root for links.
+    """Measure training between throttled hosts, beside torch's hooks; about fifteen minutes, links need root.
 
-    With --save, a network is saved once it is measured in a place; a run that was stopped goes on with --add.
+    With --save, each measurement is saved when it is done. To continue a stopped run, use --add.
     """
-    from thinwire.bench import machine, training
+    from thinwire import machine
+    from thinwire.bench import training
 
     name = f"training-{device}"
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
@@ -121,13 +132,13 @@ def bench_training(  # noqa: PLR0913
 @app.command("simulate")
 def bench_simulate(
     device: Device = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller, in half a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes: half a minute.")] = False,
     save: Save = None,
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
-    """Emulated products, rounding and nodes, beside torch and QPyTorch; about three minutes on a CPU."""
-    from thinwire.study import bench_simulate
+    """Measure emulated arithmetic and nodes beside torch and QPyTorch; about three minutes on a CPU."""
+    from thinwire.bench import simulate as bench_simulate
 
     _report(bench_simulate, f"simulate-{device}", (device, quick), save, commit, as_json)
 
@@ -140,7 +151,7 @@ def _report(
     commit: str | None,
     as_json: bool,
 ) -> None:
-    from thinwire.bench import machine
+    from thinwire import machine
 
     console = screen(stderr=True)
     with console.status("warming up") as status:

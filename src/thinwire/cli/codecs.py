@@ -10,7 +10,9 @@ from thinwire.cli.output import Json, Plot, print_json, say, telling
 from thinwire.errors import MissingDependencyError
 from thinwire.tables import print_table
 
-app = typer.Typer(help="Codecs: list, draw their wires, measure what they lose.", invoke_without_command=True)
+app = typer.Typer(
+    help="Codecs: list them, draw their wires, measure their error.", invoke_without_command=True
+)
 
 TOUR = (
     "bf16",
@@ -23,7 +25,7 @@ TOUR = (
     "onebit/64",
     "topk/0.01",
 )
-COMPARED = 1 << 16  #: numbers that codecs which were not asked for are drawn with
+COMPARED = 1 << 16  #: numbers for codecs that are drawn only for comparison
 STUDY_NETS = ("alexnet", "vgg19", "resnet50", "resnet152", "resnet110", "an4_lstm")
 
 
@@ -107,15 +109,15 @@ def codecs_show(
 @app.command("error")
 def codecs_error(
     specs: Annotated[
-        list[str] | None, typer.Argument(help="Codecs; without any, those of the listing.")
+        list[str] | None, typer.Argument(help="Codecs; default: all that `thinwire codecs` lists.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Your own numbers: a .npy or .pt file.")] = None,
     samples: Annotated[int, typer.Option(help="Numbers drawn from each distribution.", min=1)] = 1 << 20,
-    seed: Annotated[int, typer.Option(help="For the samples and for random rounding.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples and of random rounding.", min=0)] = 0,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """What codecs lose: the relative error ||x - y|| / ||x||, on three distributions or your file."""
+    """Measure the relative error ||x - y|| / ||x|| of codecs, on three distributions or your file."""
     from thinwire.codecs import CODECS, accuracy, get, picture
     from thinwire.formats.accuracy import load
 
@@ -150,7 +152,7 @@ def _print_errors(table: list[dict[str, Any]], data: list[str]) -> None:
 
 @app.command("tour")
 def codecs_tour(plot: Plot = Path("codecs.png")) -> None:
-    """A short tour of codecs that ends with a table and a picture."""
+    """Show what codecs do, in a short tour that ends with a table and a picture."""
     import torch
 
     from thinwire.channel import Channel
@@ -162,16 +164,16 @@ def codecs_tour(plot: Plot = Path("codecs.png")) -> None:
         say(f"  {line}")
     say("\nOne gradient of some networks, as the methods of the communication study would send it:")
     print_bytes()
-    say("\nWhat some codecs lose on a million numbers (the first use compiles, a minute at most):")
+    say("\nThe error of some codecs on a million numbers (the first use compiles, a minute at most):")
     data = {name: accuracy.sample(name, 1 << 20) for name in accuracy.DISTRIBUTIONS}
     with telling("measuring") as progress:
-        found = accuracy.error_table([get(spec) for spec in TOUR], data, progress=progress)
-    _print_errors(found, list(data))
-    say("One bit is crude, but what it owes is sent later (error feedback). The mean of what arrived:")
+        errors = accuracy.error_table([get(spec) for spec in TOUR], data, progress=progress)
+    _print_errors(errors, list(data))
+    say("One bit is crude, but error feedback sends the residual later. The mean of the decoded vectors:")
     x = data["gaussian"][:4096]
     channel, total = Channel("onebit/64+ef"), torch.zeros(4096)
     for step in range(1, 101):
-        channel._codec.decode_add(channel.encode(x, "gradient"), total)
+        channel.codec.decode_add(channel.encode(x, "gradient"), total)
         if step in (1, 10, 100):
             error = float((total / step - x).norm() / x.norm())
             say(f"  after {step:3} steps: off by {100 * error:5.1f} %")
@@ -186,17 +188,17 @@ def codecs_tour(plot: Plot = Path("codecs.png")) -> None:
 
 
 def print_bytes(
-    model: Annotated[str | None, typer.Argument(help="A network; without one, those of the study.")] = None,
-    spec: Annotated[str | None, typer.Argument(help="A codec; without one, those of the study.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A network; default: those of the study.")] = None,
+    spec: Annotated[str | None, typer.Argument(help="A codec; default: those of the study.")] = None,
     min_numel: Annotated[
         int | None,
         typer.Option(
-            help="Tensors with fewer elements stay float32; by default 10,000, as in the study.", min=0
+            help="Tensors with fewer elements stay float32; default 10,000, as in the study.", min=0
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Bytes of a network's gradient on the wire, from its layers' shapes alone."""
+    """Print the encoded bytes of a network's gradient, from its layers' shapes alone."""
     from thinwire import zoo
     from thinwire.codecs import footprint, get
 
@@ -205,11 +207,11 @@ def print_bytes(
     rows = []
     for name in names:
         shapes = zoo.shapes(name)
-        for method, each in methods.items():
-            codec = get(each)
+        for method, codec_spec in methods.items():
+            codec = get(codec_spec)
             least = footprint.least_numel(codec) if min_numel is None else min_numel
-            found = footprint.footprint(shapes, codec, least)
-            rows.append({"model": name, "method": method, "spec": codec.spec, "min_numel": least, **found})
+            sizes = footprint.footprint(shapes, codec, least)
+            rows.append({"model": name, "method": method, "spec": codec.spec, "min_numel": least, **sizes})
     if as_json:
         print_json(rows[0] if model and spec else rows)
     elif model and spec:

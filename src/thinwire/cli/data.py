@@ -19,14 +19,14 @@ app = typer.Typer(help="Data sets: list, fetch, check.", invoke_without_command=
 
 @app.callback()
 def data_root(context: typer.Context, as_json: Json = False) -> None:
-    """Data sets: list, fetch, check. Without a verb: the list."""
+    """Data sets: list, fetch, check. Without a verb, list them."""
     if not context.invoked_subcommand:
         data_list(as_json)
 
 
 @app.command("list")
 def data_list(as_json: Json = False) -> None:
-    """List the sets: what they are, how large, and whether they are here."""
+    """List the sets: what they are, their size, and whether they are in the cache."""
     from thinwire import data
 
     described = [data.describe(name) for name in data.SETS]
@@ -45,14 +45,14 @@ def data_list(as_json: Json = False) -> None:
         for each in described
     ]
     print_table("", ("name", "title", "train", "test", "MB", "here"), rows, right=(2, 3, 4))
-    say(f"those that are here: in {data.where()}/NAME")
+    say(f"cached sets are in {data.where()}/NAME")
     if not all(each["present"] for each in described):
-        say("`thinwire data fetch NAME` brings one there")
+        say("`thinwire data fetch NAME` fetches one")
 
 
 @app.command("where")
 def data_where() -> None:
-    """Print the cache folder; THINWIRE_DATA chooses another."""
+    """Print the cache folder; set THINWIRE_DATA to use another."""
     from thinwire import data
 
     typer.echo(str(data.where()))
@@ -60,13 +60,13 @@ def data_where() -> None:
 
 @app.command("show")
 def data_show(name: str, as_json: Json = False) -> None:
-    """Show one set: its facts, its files and their checksums, where it came from."""
+    """Show one set: its facts, its files with checksums, and its source."""
     from thinwire import data
 
     facts = data.describe(name)
-    found = data.check(name)
+    states = data.check(name)
     files = [
-        {"name": file.name, "nbytes": file.nbytes, "sha256": file.sha256, "state": found[file.name]}
+        {"name": file.name, "nbytes": file.nbytes, "sha256": file.sha256, "state": states[file.name]}
         for file in data.SETS[name].files
     ]
     if as_json:
@@ -99,16 +99,16 @@ def _megabytes(nbytes: int) -> str:
 def data_fetch(
     names: Annotated[list[str] | None, typer.Argument(help="Sets, such as mnist.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every set.")] = False,
-    folder: Annotated[
-        Path | None, typer.Option("--from", help="Look only here, for files brought by hand.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option("--from", help="Take files only from this folder.")] = None,
 ) -> None:
-    """Bring sets into the cache and check them; one that is there and whole is left alone."""
+    """Fetch sets into the cache and check them; complete sets are not fetched again."""
     from thinwire import data
 
     wanted = list(data.SETS) if everything else names or []
     if not wanted:
-        raise DataError(f"name the sets to fetch, or say --all; there are {', '.join(data.SETS)}")
+        raise DataError(
+            f"no data set is named; name one or more, or use --all; there are: {', '.join(data.SETS)}"
+        )
     for name in wanted:
         data.get(name)
     failed: list[str] = []
@@ -119,7 +119,7 @@ def data_fetch(
         except DataError as error:
             failed.append(str(error))
         else:
-            nbytes, source = data.SETS[name].nbytes, data.came_from(name) or "a place not recorded"
+            nbytes, source = data.SETS[name].nbytes, data.came_from(name) or "an unrecorded source"
             say(f"{name}: {_megabytes(nbytes)} MB in {path}, checksums right, from {source}")
     if failed:
         raise DataError("\n".join(failed))
@@ -127,7 +127,7 @@ def data_fetch(
 
 @contextmanager
 def fetch_bar(name: str) -> "Iterator[Progress]":
-    """A progress bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal, nothing elsewhere."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
     columns = (
@@ -138,7 +138,7 @@ def fetch_bar(name: str) -> "Iterator[Progress]":
     )
     console = screen(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}  # one at a time: the total of a task cannot become unknown again
+        tasks: dict[str, TaskID] = {}  # one at a time: a task's total cannot become unknown again
 
         def show(what: str, done: int, total: int | None) -> None:
             if what not in tasks:

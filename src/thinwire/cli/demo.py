@@ -15,24 +15,24 @@ from thinwire.files import check_file
 
 def run_demo(  # noqa: PLR0913
     store: StorePath = STORE,
-    out: Annotated[Path, typer.Option(help="The page.", callback=check_file)] = Path("demo.html"),
-    seeds: Annotated[int, typer.Option(help="Runs of every codec.", min=1)] = 3,
+    out: Annotated[Path, typer.Option(help="HTML file to write.", callback=check_file)] = Path("demo.html"),
+    seeds: Annotated[int, typer.Option(help="Seeds: runs of every codec.", min=1)] = 3,
     device: Device = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="One seed and few steps: under a minute.")] = False,
     link: Annotated[
         str | None,
-        typer.Option(help="Each host's link, or loopback; by default 100mbit, on a GPU 10gbit."),
+        typer.Option(help="Each host's link, or loopback; default 100mbit, on a GPU 10gbit."),
     ] = None,
     hosts: Annotated[int, typer.Option(help="Hosts, one rank each.", min=2)] = 2,
     fresh: Fresh = False,
     save: Save = None,
     as_json: Json = False,
 ) -> None:
-    """Train on real data over a slow link with several codecs, and make a page of it: under four minutes.
+    """Train on real data over a slow link with several codecs, and write a page: under four minutes.
 
-    On a GPU, which the hosts share, it is a GPT that learns a text over 10gbit.
+    On a GPU, which the hosts share, a GPT learns a text over 10gbit.
 
-    Run again, it goes on where it was; when all is done it only makes the page anew.
+    A second call continues a stopped demo. If all runs are done, it only writes the page again.
     """
     from thinwire import report
     from thinwire.cli.data import fetch_bar
@@ -54,12 +54,12 @@ def run_demo(  # noqa: PLR0913
     if page:
         say(f"\nThe page: {page.resolve()}", bold=True)
     else:
-        say(f"\nNo page: {why}. Where it is installed: thinwire report --store {store}", fg="yellow")
+        say(f"\nNo page: {why}. Once it is installed: thinwire report --store {store}", fg="yellow")
     say(f"{time.monotonic() - began:.0f} s; every run is kept in {store}")
 
 
 def _page(summary: dict[str, Any], out: Path) -> tuple[Path | None, str]:
-    """The page, or why there is none: what was trained is not lost for want of a library that draws."""
+    """Write the page. If plotly is missing, return the reason instead, so that no training is lost."""
     from thinwire import report
 
     try:

@@ -71,10 +71,10 @@ def formats_round(
     name: str,
     values: Annotated[list[str], typer.Argument(help="Numbers; negative ones, inf and nan work.")],
     rounding: RoundingName = "nearest",
-    seed: Annotated[int, typer.Option(help="For stochastic rounding.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of stochastic rounding.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Round numbers: the value, the code in hex and binary, the error."""
+    """Round numbers and show the value, the code in hex and binary, and the error."""
     from thinwire.formats import describe, get
 
     report = describe.round_report(get(name), [_parse(value) for value in values], rounding, seed)
@@ -102,15 +102,15 @@ def formats_round(
 
 @app.command("error")
 def formats_error(
-    names: Annotated[list[str] | None, typer.Argument(help="Formats; without any, all of 8 bits.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Formats; default: all with 8 bits.")] = None,
     file: Annotated[Path | None, typer.Option(help="Your own numbers: a .npy or .pt file.")] = None,
     samples: Annotated[int, typer.Option(help="Numbers drawn from each distribution.", min=1)] = 1_000_000,
     metric: Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")] = "error",
     rounding: RoundingName = "nearest",
-    seed: Annotated[int, typer.Option(help="For the samples and for stochastic rounding.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples and of stochastic rounding.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """What formats lose: the relative error ||x - y|| / ||x||, on five distributions or your file."""
+    """Measure the error of formats, on five distributions or your file; by default ||x - y|| / ||x||."""
     from thinwire.formats import FORMATS, accuracy, get
 
     if metric not in METRICS:
@@ -120,10 +120,12 @@ def formats_error(
         if rounding not in format.roundings:
             raise InputError(f"{format.name} has no '{rounding}'; it has: {', '.join(format.roundings)}")
     if file:
-        found = accuracy.load(file)
-        data = {file.name: found[found.isfinite()]}
-        if data[file.name].numel() < found.numel() and not as_json:
-            say(f"left out {found.numel() - data[file.name].numel()} of {found.numel()} that are not finite")
+        values = accuracy.load(file)
+        data = {file.name: values[values.isfinite()]}
+        if data[file.name].numel() < values.numel() and not as_json:
+            say(
+                f"left out {values.numel() - data[file.name].numel()} of {values.numel()} that are not finite"
+            )
     else:
         data = {name: accuracy.sample(name, samples, seed) for name in accuracy.DISTRIBUTIONS}
     with telling("measuring (the first use compiles)") as progress:
@@ -136,12 +138,12 @@ def formats_error(
 
 @app.command("tour")
 def formats_tour(plot: Plot = Path("formats.png")) -> None:
-    """A short tour of number formats that ends with a table and a picture."""
+    """Show what number formats do, in a short tour that ends with a table and a picture."""
     from thinwire.formats import FORMATS, accuracy, describe, get, picture
 
     chosen = [get(name) for name in TOUR]
     say(f"thinwire {__version__}: {len(FORMATS)} number formats, one interface\n", bold=True)
-    say("One number, 0.3, as it is, in a few of them:")
+    say("The number 0.3, not scaled, in a few of them:")
     rows = [(f.name, f.bits, *_rounded(describe.round_report(f, [0.3])[0])) for f in chosen]
     print_table("", ("format", "bits", "becomes", "code", "relative error"), rows, right=(1, 2, 4))
     say("\nWhere their positive values lie, from the smallest to the largest:")
@@ -149,8 +151,8 @@ def formats_tour(plot: Plot = Path("formats.png")) -> None:
         line, ends = picture.number_line(format, min(72, screen_width() - 20))
         say(f"  {format.name:>14} |{line}|")
         say(f"  {'':>14}  {ends}")
-    say("\nWhat each loses on a million numbers, scaled so that the largest becomes the format's own")
-    say("(posits are used as they are, so only theirs depends on the width of a distribution):")
+    say("\nThe error of each on a million numbers, scaled so that the largest becomes the format's largest")
+    say("(posits are not scaled, so only their error depends on the width of a distribution):")
     data = {name: accuracy.sample(name, 1_000_000) for name in accuracy.DISTRIBUTIONS}
     with telling("measuring") as progress:
         table = accuracy.error_table(chosen, data, progress=progress)

@@ -8,35 +8,35 @@ import typer
 from thinwire.cli.output import Json, print_json, say
 from thinwire.tables import print_table
 
-app = typer.Typer(help="Emulated hosts on this machine, with links as slow as you say.", no_args_is_help=True)
+app = typer.Typer(help="Emulated hosts on this machine, with throttled links.", no_args_is_help=True)
 
 TIMED_OUT = 124
 HELD = 0.9
 
 Hosts = Annotated[int | None, typer.Option(help="Hosts, one rank each, on one switch.")]
 LinkRate = Annotated[str | None, typer.Option("--link", help="Each host's link: 800kbit, 100mbit, 2.5gbit.")]
-Nodes = Annotated[int | None, typer.Option(help="Two levels: nodes.")]
+Nodes = Annotated[int | None, typer.Option(help="Two levels: number of nodes.")]
 PerNode = Annotated[int | None, typer.Option(help="Two levels: ranks in each node.")]
 Inside = Annotated[str | None, typer.Option(help="Two levels: each rank's link inside its node.")]
 Between = Annotated[str | None, typer.Option(help="Two levels: each node's link, which its ranks share.")]
 Burst = Annotated[
-    str | None, typer.Option(help="Bytes an idle link lets through at once: 64k; by default 0.5 ms' worth.")
+    str | None, typer.Option(help="Bytes an idle link sends at once, such as 64k; default: 0.5 ms' worth.")
 ]
 Loopback = Annotated[
-    bool, typer.Option("--loopback", help="No root, no namespaces: plain processes, not throttled.")
+    bool, typer.Option("--loopback", help="Plain processes, not throttled: no root, no namespaces.")
 ]
 
 Device = Annotated[
     str,
     typer.Option(
-        help="What the ranks use: cpu, cuda, or auto (cuda where a GPU is seen); those who share one get MPS."
+        help="What ranks use: cpu, cuda, or auto (cuda if there is a GPU). Ranks that share a GPU use MPS."
     ),
 ]
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def lab_run(  # noqa: PLR0913
-    command: Annotated[list[str], typer.Argument(help="What every rank runs, after --.")],
+    command: Annotated[list[str], typer.Argument(help="The command of every rank, after --.")],
     hosts: Hosts = None,
     link: LinkRate = None,
     nodes: Nodes = None,
@@ -46,10 +46,12 @@ def lab_run(  # noqa: PLR0913
     burst: Burst = None,
     loopback: Loopback = False,
     device: Device = "auto",
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which all is ended.", min=0)] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Stop all ranks after this many seconds.", min=0)
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a command on every rank, as torchrun would, and say what went over each host's link."""
+    """Run a command on every rank, as torchrun would, and count the bytes on each host's link."""
     from thinwire.lab import Lab
 
     lab = Lab(
@@ -65,17 +67,17 @@ def lab_run(  # noqa: PLR0913
     )
     with lab:
         done = lab.run(command, timeout_s=timeout, echo=not as_json)
-    found = done.describe()
+    description = done.describe()
     if as_json:
-        print_json(found)
+        print_json(description)
     else:
-        _print_run(found, timeout)
+        _print_run(description, timeout)
     if not done.ok:
         raise typer.Exit(TIMED_OUT if done.timed_out else _first_failure(done.returncodes))
 
 
 def _first_failure(returncodes: tuple[int, ...]) -> int:
-    """The exit status a shell would give: that of a rank that failed by itself rather than by our signal."""
+    """Return the exit status a shell would give; ranks that failed by themselves precede those we ended."""
     failed = sorted((code for code in returncodes if code), key=lambda code: code < 0)
     return failed[0] if failed[0] > 0 else 128 - failed[0]
 
@@ -115,10 +117,10 @@ def lab_check(  # noqa: PLR0913
     between: Between = None,
     burst: Burst = None,
     loopback: Loopback = False,
-    seconds: Annotated[float, typer.Option(help="For each direction of each link.", min=0.1)] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for each direction of each link.", min=0.1)] = 1.0,
     as_json: Json = False,
 ) -> None:
-    """Measure the links with plain TCP: is the nominal rate held?"""
+    """Measure the links with plain TCP: do they reach the nominal rate?"""
     from thinwire.lab import Lab
     from thinwire.lab.probe import check
 
@@ -170,7 +172,7 @@ def _print_check(title: str, rows: list[dict[str, Any]], held: bool) -> None:
 
 @app.command("clean")
 def lab_clean(as_json: Json = False) -> None:
-    """Remove what killed labs left behind: namespaces, and daemons of MPS; nothing else is touched."""
+    """Remove namespaces and MPS daemons that killed labs left behind; nothing else is touched."""
     from thinwire.lab import clean
 
     removed = clean()
@@ -185,9 +187,9 @@ def lab_clean(as_json: Json = False) -> None:
 
 @app.command("pack-tools")
 def lab_pack_tools(
-    folder: Annotated[Path, typer.Argument(help="Where the copies go.")], as_json: Json = False
+    folder: Annotated[Path, typer.Argument(help="Folder for the copies.")], as_json: Json = False
 ) -> None:
-    """Copy `ip`, `tc` and their libraries into a folder, for a machine that has neither."""
+    """Copy `ip`, `tc` and their libraries into a folder, for a machine without them."""
     from thinwire.lab import tools
 
     copied = tools.pack(folder)

@@ -1,4 +1,4 @@
-"""How verbs print: prose that is folded between words, and JSON; tables are in `thinwire.tables`."""
+"""How verbs print text and JSON. Tables are in `thinwire.tables`."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from thinwire.tables import WIDE, fold, plain, screen, screen_width
 
 
 def checked(check: Callable[[Path], Path]) -> Callable[[Path | None], Path | None]:
-    """A check of an option that may be absent: a path is refused before the work begins, not after it."""
+    """Return a check for an optional path, so that a bad one is refused before the work begins."""
     return lambda path: None if path is None else check(path)
 
 
@@ -30,7 +30,7 @@ RoundingName = Annotated[str, typer.Option(help="nearest, away, zero, up, down o
 
 
 def say(text: str, *, err: bool = False, **style: Any) -> None:
-    """Print prose; on a terminal, lines end between words."""
+    """Print text; on a terminal, lines break between words."""
     width = screen_width(err)
     for line in plain(text).split("\n"):
         folded = fold(line, width) if width < WIDE else [line]
@@ -39,7 +39,7 @@ def say(text: str, *, err: bool = False, **style: Any) -> None:
 
 @contextmanager
 def telling(what: str) -> Iterator[Callable[[str], None]]:
-    """What is being done right now, on a terminal's error stream; nothing elsewhere."""
+    """Show the current task on stderr if it is a terminal; nothing elsewhere."""
     console = screen(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
@@ -49,7 +49,7 @@ def telling(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(data: Any) -> None:
-    """Strict JSON: infinities and NaN become strings, which every parser reads."""
+    """Print strict JSON: infinities and NaN become strings, which every parser reads."""
 
     def strict(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Trials while they run: two bars on a terminal, a line for each trial elsewhere."""
+"""Progress of trials: two bars on a terminal, one line per trial elsewhere."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 StorePath = Annotated[
-    Path, typer.Option("--store", help="The file that keeps what is done.", callback=check_file)
+    Path, typer.Option("--store", help="File that keeps finished runs.", callback=check_file)
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Train anew what is kept already.")]
-Device = Annotated[str, typer.Option(help="cpu, or cuda: on GPUs that the hosts share, over NCCL.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Repeat runs that the store has.")]
+Device = Annotated[str, typer.Option(help="cpu, or cuda: GPUs that the hosts share, with NCCL.")]
 STORE = Path("thinwire.sqlite")
 
 
@@ -33,10 +33,10 @@ def train(
     fresh: bool = False,
     run: "Callable[[Sequence[Trial], Store, Tell], list[Record]] | None" = None,
 ) -> "list[Record]":
-    """The records of trials; those that the store does not hold are run, and shown while they run.
+    """Return the records of trials; run those that the store lacks, and show their progress.
 
-    shares: seconds of a codec beside those of float32, for a first guess of how long all will take. run: what
-    runs them; by default processes on the hosts of a lab.
+    shares: a codec's seconds relative to float32's, for a first estimate of the time left. run: runs the
+    trials; by default processes on the hosts of a lab.
     """
     from thinwire.study import run as runs
     from thinwire.study.store import Store
@@ -49,12 +49,12 @@ def train(
             try:
                 return (run or runs.run)(trials, opened, bars.show)
             except KeyboardInterrupt:
-                say(f"stopped; what is done is kept in {store}: the same command goes on", err=True)
+                say(f"stopped; {store} keeps the finished runs: run the same command to continue", err=True)
                 raise typer.Exit(INTERRUPTED) from None
 
 
 class Bars:
-    """How far all trials are, and the current one."""
+    """Progress of all trials and of the current one."""
 
     def __init__(
         self, trials: "Sequence[Trial]", kept: "Sequence[Record]", shares: Mapping[str, float]
@@ -63,8 +63,8 @@ class Bars:
         from rich.progress import Progress as Display
 
         self.shares, self.count = shares, len(trials)
-        self.began: float | None = None  # the current run: when the one before was done
-        self.now: Progress | None = None  # the first that was heard of the current run, and when
+        self.began: float | None = None  # the current run: when the previous one was done
+        self.now: Progress | None = None  # the first progress of the current run; `since` is its time
         self.since = 0.0
         self.took: dict[str, list[float]] = {}
         for record in kept:
@@ -95,7 +95,7 @@ class Bars:
         self.bars.stop()
 
     def show(self, progress: "Progress") -> None:
-        """What `run` is to call."""
+        """Update the bars; `run` calls this."""
         trial, record = progress.trial, progress.record
         if self.now is None or self.now.trial != trial:
             self.now, self.since = progress, time.monotonic()
@@ -122,7 +122,7 @@ class Bars:
         self.took.setdefault(record.trial.codec, []).append(seconds)
 
     def _rest(self, progress: "Progress") -> str:
-        """How long it will still take, judged by the runs that are done, or by the steps of the first."""
+        """Estimate the time left from the finished runs, or from the steps of the first."""
         from thinwire.study.run import seconds_left
 
         took, codec, steps = self.took, progress.trial.codec, progress.trial.steps

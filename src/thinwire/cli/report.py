@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 
 
 def make_report(
-    store: Annotated[Path, typer.Option(help="The file of records.")] = Path("thinwire.sqlite"),
-    study: Annotated[str, typer.Option(help="Which study's records.")] = "demo",
+    store: Annotated[Path, typer.Option(help="File with the records.")] = Path("thinwire.sqlite"),
+    study: Annotated[str, typer.Option(help="Name of the study.")] = "demo",
     out: Annotated[
         Path | None,
-        typer.Option(help="The page; without it, STUDY.html in this folder.", callback=checked(check_file)),
+        typer.Option(
+            help="HTML file to write; default: STUDY.html in this folder.", callback=checked(check_file)
+        ),
     ] = None,
     save: Save = None,
     as_json: Json = False,
 ) -> None:
-    """Make the page of a study from its stored records, and print its summary."""
+    """Write the page of a study from its stored records, and print its summary."""
     from thinwire import report
-    from thinwire.study.papers import PREFIX
+    from thinwire.study.reproduce import PREFIX
     from thinwire.study.store import Store
 
     if not store.exists():
@@ -36,8 +38,8 @@ def make_report(
     with Store(store) as opened:
         records, others = opened.records(study), opened.studies()
     if not records:
-        held = f"it has {', '.join(others)}" if others else "it is empty"
-        raise ThinwireError(f"{store} has no records of the study '{study}'; {held}")
+        contents = f"it has {', '.join(others)}" if others else "it is empty"
+        raise ThinwireError(f"{store} has no records of the study '{study}'; {contents}")
     if study.startswith(PREFIX):
         _reproduction(study, records, out, save, as_json)
         return
@@ -54,23 +56,23 @@ def make_report(
 def _reproduction(
     study: str, records: "list[Record]", out: Path | None, save: Path | None, as_json: bool
 ) -> None:
-    """The page of a paper's claims, for studies of `thinwire simulate`."""
-    from thinwire.cli.simulate import print_result
-    from thinwire.report import papers
+    """Write and print a paper's claims, for studies of `thinwire reproduce`."""
+    from thinwire.cli.reproduce import print_result
+    from thinwire.report import reproductions
 
-    found = papers.collect(study, records)
-    if not found["tables"]:
+    result = reproductions.collect(study, records)
+    if not result["tables"]:
         raise ThinwireError(f"no record of the study '{study}' belongs to a table that thinwire knows")
     name = safe_name(study)
-    page = papers.save([found], out or Path(f"{name}.html"), records)
+    page = reproductions.save([result], out or Path(f"{name}.html"), records)
     if save:
-        from thinwire.bench import machine
+        from thinwire import machine
 
-        say(f"saved {machine.save(found, save, name)}", err=True)
+        say(f"saved {machine.save(result, save, name)}", err=True)
     if as_json:
-        print_json({"page": str(page), **found})
+        print_json({"page": str(page), **result})
         return
-    print_result(found)
+    print_result(result)
     _tell(page)
 
 
@@ -79,29 +81,29 @@ def _tell(page: Path) -> None:
 
 
 def keep(summary: dict[str, Any], folder: Path | None) -> None:
-    """The headline and the tables as JSON, with machine and commit."""
+    """Save the headline and the tables as JSON, with machine and commit."""
     if folder is None:
         return
-    from thinwire import report
-    from thinwire.bench import machine
+    from thinwire import machine, report
 
     rows = [
         {"link": setting["link"], "title": report.title(setting), "cells": list(cells)}
         for number, setting in enumerate(summary["settings"])
         for cells in report.rows(summary, number)
     ]
-    found = {
+    contents = {
         "headline": summary["headline"],
         "header": list(report.HEADER),
         "note": report.NOTE,
         "rows": rows,
     }
-    path = machine.save(machine.record(found), folder, f"{summary['study']}-cpu")
+    device = "cuda" if any(setting["gpus"] for setting in summary["settings"]) else "cpu"
+    path = machine.save(machine.record(contents), folder, f"{summary['study']}-{device}")
     say(f"saved {path}", err=True)
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """The headline and the table of the page."""
+    """Print the headline and the tables of the page."""
     from thinwire import report
 
     say(summary["headline"], bold=True)

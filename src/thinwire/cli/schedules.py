@@ -13,17 +13,17 @@ def list_schedules(
     world: Annotated[int, typer.Option(help="Ranks.", min=2)] = 8,
     as_json: Json = False,
 ) -> None:
-    """List the schedules, what each sends for 25 MB of float32, and how many codecs it serves."""
+    """List the schedules, what each sends for 25 MB of float32, and how many codecs it supports."""
     from thinwire.codecs import CODECS
     from thinwire.runtimes.trace import trace
     from thinwire.schedules import SCHEDULES
 
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for spec, schedule in SCHEDULES.items():
         served = [name for name, codec in CODECS.items() if not schedule.refuses(codec)]
         codec = next(name for name in ("int8/256", "topk/0.01+ef", "aps/e5m2", "fp16") if name in served)
-        counted = trace(6_250_000, codec, world, spec) if world % schedule.inside == 0 else None
-        found.append(
+        counted = trace(6_250_000, codec, world, spec) if world % schedule.ranks_per_node == 0 else None
+        entries.append(
             {
                 "schedule": spec,
                 "codecs_served": len(served),
@@ -34,7 +34,7 @@ def list_schedules(
             }
         )
     if as_json:
-        print_json(found)
+        print_json(entries)
         return
     rows = [
         (
@@ -45,7 +45,7 @@ def list_schedules(
             each["exchanges"] or "-",
             "network" if each["network_adds"] else "ranks",
         )
-        for each in found
+        for each in entries
     ]
     header = ("schedule", "codecs", "for example", "MB sent by a rank", "exchanges", "added by")
     print_table(f"all-reduce of 25 MB of float32, {world} ranks", header, rows, right=(1, 3, 4))
@@ -57,11 +57,11 @@ def print_explanation(
     world: Annotated[int, typer.Option(help="Ranks.", min=1)] = 8,
     as_json: Json = False,
 ) -> None:
-    """Which schedule an all-reduce would use, why, and what the others would send."""
+    """Show which schedule an all-reduce would use, why, and what the others would send."""
     from thinwire.collectives import explain
 
-    found = explain(numel, codec, world)
+    explanation = explain(numel, codec, world)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(explanation))
     else:
-        say(str(found))
+        say(str(explanation))

@@ -8,9 +8,9 @@ from thinwire.cli.output import Json, Save, print_json, say
 from thinwire.cli.progress import STORE, Device, Fresh, StorePath, train
 from thinwire.tables import print_table
 
-app = typer.Typer(help="Questions that only training answers.", no_args_is_help=True)
+app = typer.Typer(help="Questions that only training can answer.", no_args_is_help=True)
 
-Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Only these, beside fp32; any spec.")]
+Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Only these codecs beside fp32; any spec.")]
 
 
 @app.command("convergence")
@@ -20,7 +20,9 @@ def study_convergence(
     codecs: Codecs = None,
     store: StorePath = STORE,
     save: Save = None,
-    commit: Annotated[str | None, typer.Option(help="The commit, if this is no git checkout.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit to record, if this is not a git checkout.")
+    ] = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -36,37 +38,39 @@ def study_convergence(
     with fetch_bar(data) as fetching:
         sets.fetch(data, fetching)
     records = train(trials, store, fresh=fresh)
-    found = convergence.result(records)
-    found["commit"] = commit or found["commit"]
+    result = convergence.result(records)
+    result["commit"] = commit or result["commit"]
     if save:
-        from thinwire.bench import machine
+        from thinwire import machine
 
-        say(f"saved {machine.save(found, save, 'convergence-cpu')}", err=True)
+        say(f"saved {machine.save(result, save, 'convergence-cpu')}", err=True)
     if as_json:
-        print_json(found)
+        print_json(result)
         return
     right = tuple(range(1, len(convergence.HEADER)))
-    print_table(convergence.title(found), convergence.HEADER, convergence.table(found), right=right)
+    print_table(convergence.title(result), convergence.HEADER, convergence.table(result), right=right)
     say(convergence.NOTE)
 
 
 @app.command("run")
 def study_run(  # noqa: PLR0913
-    data: Annotated[str, typer.Option(help="A set of `thinwire data`.")] = "fashion-mnist",
+    data: Annotated[str, typer.Option(help="A set that `thinwire data` lists.")] = "fashion-mnist",
     network: Annotated[str, typer.Option(help="cnn, mlp, resnet18, gpt for texts, ...")] = "cnn",
-    codec: Annotated[str, typer.Option(help="A recipe, a spec, auto, or plain for DDP by itself.")] = "int8",
+    codec: Annotated[
+        str, typer.Option(help="A recipe, a spec, auto, or plain: DDP without thinwire.")
+    ] = "int8",
     seed: int = 0,
     hosts: Annotated[int, typer.Option(min=1)] = 2,
     link: Annotated[str, typer.Option(help="A rate such as 100mbit, or loopback.")] = "loopback",
     steps: Annotated[int, typer.Option(min=1)] = 100,
-    batch: Annotated[int, typer.Option(help="Samples of one rank and step.", min=1)] = 64,
+    batch: Annotated[int, typer.Option(help="Samples per rank and step.", min=1)] = 64,
     lr: float = 0.05,
     device: Device = "cpu",
     store: StorePath = STORE,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Train once, as every record of a study says how to repeat it."""
+    """Train once, with one codec and one seed. Records of studies name such a command to repeat a run."""
     from dataclasses import asdict
 
     from thinwire import data as sets

@@ -1,4 +1,4 @@
-"""`thinwire watch`: what a launched job does right now."""
+"""`thinwire watch`: the live status of a launched job."""
 
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,44 +18,46 @@ PARTS = ("encode", "wire", "decode", "wait")
 
 
 def watch(
-    job: Annotated[str | None, typer.Argument(help="A job's name or status file; else the newest.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once and do not stay.")] = False,
+    job: Annotated[
+        str | None, typer.Argument(help="A job's name or status file; default: the newest job.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show the status once and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a launched job while it runs: steps, bytes, where the time goes. Ends when the job does."""
+    """Show a launched job while it runs: steps, bytes, time by stage. Ends with the job."""
     from rich.live import Live
 
-    from thinwire.integrations import status
+    from thinwire.integrations import job_status
 
-    path, console = status.find(job), screen()
+    path, console = job_status.find(job), screen()
     if as_json or once or not console.is_terminal:
-        found = _read(path)
+        status = _read(path)
         if as_json:
-            print_json(found)
+            print_json(status)
         else:
-            console.print(panel(found, time.time()))
+            console.print(panel(status, time.time()))
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            found = _read(path)
-            live.update(panel(found, time.time()), refresh=True)
-            if found["state"] not in ("starting", "running"):
+            status = _read(path)
+            live.update(panel(status, time.time()), refresh=True)
+            if status["state"] not in ("starting", "running"):
                 return
             time.sleep(REFRESH_S)
 
 
 def _read(path: Any) -> dict[str, Any]:
     from thinwire.errors import LaunchError
-    from thinwire.integrations import status
+    from thinwire.integrations import job_status
 
-    found = status.read(path)
-    if found is None:
+    status = job_status.read(path)
+    if status is None:
         raise LaunchError(f"the status file {path} is gone")
-    return {**found, "state": status.state(found)}
+    return {**status, "state": job_status.state(status)}
 
 
 def panel(found: dict[str, Any], now: float) -> "Panel":
-    """A status as a picture."""
+    """Return a status as a panel."""
     from rich import box
     from rich.console import Group
     from rich.panel import Panel
@@ -74,48 +76,48 @@ def panel(found: dict[str, Any], now: float) -> "Panel":
     if not found.get("models"):
         over = found["state"] not in ("starting", "running")
         lines.append(Text("nothing was attached" if over else "no model is attached yet"))
-    said = ", ".join(str(found[key]) for key in ("script", "codec") if found.get(key))
-    title = Text(plain(f"{found['job']}: {said}".replace("\n", " ")))
+    names = ", ".join(str(found[key]) for key in ("script", "codec") if found.get(key))
+    title = Text(plain(f"{found['job']}: {names}".replace("\n", " ")))
     return Panel(Group(*lines), title=title, border_style=colour, expand=False)
 
 
 def _heading(found: dict[str, Any], now: float) -> str:
-    said = [found["state"]]
+    parts = [found["state"]]
     if found.get("exit_code"):
-        said.append(f"exit code {found['exit_code']}")
+        parts.append(f"exit code {found['exit_code']}")
     if found.get("world"):
-        said.append(f"{found['world']} ranks")
+        parts.append(f"{found['world']} ranks")
     if found.get("attempt"):
-        said.append(f"restart {found['attempt']}")
+        parts.append(f"restart {found['attempt']}")
     end = found.get("ended") or (now if found["state"] in ("starting", "running") else found["updated"])
-    said.append(f"for {_duration(end - found['started'])}")
+    parts.append(f"for {_duration(end - found['started'])}")
     age = now - found["updated"]
     if found["state"] in ("starting", "running", "gone"):
         late = " (late: the script may hang, or be busy)" if age > LATE_S else ""
-        said.append(f"updated {_duration(age)} ago{late}")
+        parts.append(f"updated {_duration(age)} ago{late}")
     else:
-        said.append(f"ended {_duration(now - end)} ago")
-    return ", ".join(said)
+        parts.append(f"ended {_duration(now - end)} ago")
+    return ", ".join(parts)
 
 
 def rows(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is known of a model, line by line."""
+    """Return a model's status as pairs of name and value."""
     steps, sent = model.get("steps") or 0, model.get("sent_nbytes") or 0
-    found = [("policy", str(model.get("label") or model.get("policy"))), ("steps", f"{steps:,}")]
+    lines = [("policy", str(model.get("label") or model.get("policy"))), ("steps", f"{steps:,}")]
     if model.get("step_s"):
-        found.append(("step time", f"{1e3 * model['step_s']:,.1f} ms"))
+        lines.append(("step time", f"{1e3 * model['step_s']:,.1f} ms"))
     if steps:
-        found.append(("sent in a step", f"{sent / steps / 1e6:,.3f} MB"))
-    found.append(("sent so far", f"{sent / 1e6:,.2f} MB"))
+        lines.append(("sent in a step", f"{sent / steps / 1e6:,.3f} MB"))
+    lines.append(("sent so far", f"{sent / 1e6:,.2f} MB"))
     if model.get("ratio"):
-        found.append(("fp32 would send", f"{model['ratio']:.2f} times that"))
+        lines.append(("fp32 would send", f"{model['ratio']:.2f} times that"))
     seconds = model.get("seconds") or {}
     for part in PARTS:
         if seconds.get(part) is not None:
-            found.append((part, f"{seconds[part]:,.3f} s"))
+            lines.append((part, f"{seconds[part]:,.3f} s"))
     if model.get("overlap") is not None:
-        found.append(("overlap", f"{100 * model['overlap']:.0f} %"))
-    return found
+        lines.append(("overlap", f"{100 * model['overlap']:.0f} %"))
+    return lines
 
 
 def _duration(seconds: float) -> str:

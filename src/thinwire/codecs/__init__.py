@@ -1,6 +1,6 @@
 """Codecs: a float32 vector to exact bytes and back.
 
-`get` makes one from a spec, a short string explained in `thinwire.codecs.spec`.
+`get` makes a codec from a spec, a short string explained in `thinwire.codecs.spec`.
 
     >>> from thinwire import codecs
     >>> codec = codecs.get("int4/128")
@@ -13,7 +13,7 @@
 import functools
 from typing import TypeAlias
 
-from thinwire.codecs import accuracy, describe, elias, footprint, own, picture
+from thinwire.codecs import accuracy, describe, footprint, own, picture
 from thinwire.codecs.base import Codec, Section
 from thinwire.codecs.block import Block
 from thinwire.codecs.cast import Cast
@@ -41,14 +41,13 @@ __all__ = [
     "TopK",
     "accuracy",
     "describe",
-    "elias",
     "footprint",
     "get",
     "picture",
 ]
 
 
-#: What may be given as a codec: a spec, a codec, or a format, which means a codec with one scale.
+#: What is accepted as a codec: a spec, a codec, or a format, which means a codec with one scale.
 AnySpec: TypeAlias = str | Codec | Format
 
 
@@ -58,7 +57,9 @@ def _parsed(spec: str) -> Codec:
 
 
 def get(spec: AnySpec) -> Codec:
-    """The codec of a spec. A codec is returned as it is; a format means one scale for the whole vector.
+    """Return the codec of a spec.
+
+    A codec is returned unchanged; a format means one scale for the whole vector.
 
     >>> get("qsgd4/512").unbiased, get("topk/0.01+ef").feedback
     (True, 'float32')
@@ -66,7 +67,7 @@ def get(spec: AnySpec) -> Codec:
     >>> get(Table((-1.0, -0.2, 0.0, 0.2, 1.0), label="mine")).spec
     'mine#26b81325'
 
-    Codecs and formats of your own are found by that spec from then on, in this process.
+    From then on, this process also knows your own codecs and formats by their specs.
     """
     if isinstance(spec, Format):
         spec = Block(spec)
@@ -75,19 +76,18 @@ def get(spec: AnySpec) -> Codec:
         return spec
     if not isinstance(spec, str):
         raise UnknownCodecError(
-            f"a codec is asked for by a spec such as 'int8/256', not by {type(spec).__name__}; a Codec or a "
-            "Format will do, too"
+            f"a codec must be a spec such as 'int8/256', a Codec or a Format, not {type(spec).__name__}"
         )
     return _parsed(spec.strip())
 
 
 def spell(codec: AnySpec) -> str:
-    """The spec of whatever is given as a codec; a string stays as it is."""
+    """Return the spec of a codec or a format; a string is returned unchanged."""
     return codec if isinstance(codec, str) else get(codec).spec
 
 
 def carry(spec: str) -> str | Codec:
-    """What a pickle must hold of a spec: the codec itself, where only this process knows its name.
+    """Return what a pickle must store for a spec: the codec itself if only this process knows its name.
 
     >>> carry("int8/256")
     'int8/256'
@@ -96,23 +96,23 @@ def carry(spec: str) -> str | Codec:
 
 
 def _know(codec: Codec) -> None:
-    """Let the codec be found by its spec; refuse one that goes by another's name."""
+    """Register the codec under its name; refuse one that has another codec's name."""
     if codec.__dict__.get("_is_known") or own.CODECS.get(codec.name) == codec.with_feedback(""):
         return
     try:
-        found = parse(codec.name)
+        other = parse(codec.name)
     except UnknownCodecError:
-        found = None
-    if found is None or found.name in own.CODECS:
+        other = None
+    if other is None or other.name in own.CODECS:
         own.remember(codec)
         _parsed.cache_clear()
-    elif found != codec.with_feedback(""):
-        raise own.taken(codec, found)
+    elif other != codec.with_feedback(""):
+        raise own.taken(codec, other)
     codec.__dict__["_is_known"] = True
 
 
-#: One of each kind, with the specs that the literature uses: what listings, tests and benchmarks go over.
-#: A codec that no grammar makes is listed as it is, and found by its name.
+#: One codec of each kind, with the specs that the literature uses; for listings, tests and benchmarks.
+#: A codec that no spec can describe is listed as an object; `get` then knows it by its name.
 CODECS: dict[str, Codec] = {
     each.spec: each
     for each in map(get, (

@@ -1,4 +1,4 @@
-"""What codecs lose: the error of a vector after encode and decode, as a share of the vector's norm.
+"""The relative error of codecs: ||x - y|| / ||x||, where y = decode(encode(x)).
 
 The distributions are those of the reference table for QSGD: Gaussian, Laplace, and Student-t with three
 degrees of freedom, whose heavy tails punish long blocks.
@@ -19,7 +19,7 @@ DISTRIBUTIONS = ("gaussian", "laplace", "student3")
 
 
 def sample(name: str, numel: int, seed: int = 0) -> Tensor:
-    """Numbers of a distribution, the same on every machine for a seed.
+    """Return numbers of a distribution; a seed gives the same ones on every machine.
 
     >>> sample("laplace", 3).shape
     torch.Size([3])
@@ -37,12 +37,12 @@ def sample(name: str, numel: int, seed: int = 0) -> Tensor:
 
 
 def error(codec: Codec, x: Tensor, seed: int = 0) -> float:
-    """The relative error ||x - y|| / ||x||, where y = decode(encode(x))."""
+    """Return the relative error ||x - y|| / ||x||, where y = decode(encode(x))."""
     return math.sqrt(distortion(codec, x, seed))
 
 
 def distortion(codec: Codec, x: Tensor, seed: int = 0) -> float:
-    """The square of `error`, which bounds in papers are about."""
+    """Return the square of `error`, which papers give bounds for."""
     rng = Stream(seed) if codec.needs_rng else None
     decoded = codec.decode(codec.encode(x, rng), x.shape[-1])
     lost, whole = (decoded.double() - x.double()).square().sum(), x.double().square().sum()
@@ -55,7 +55,7 @@ def error_table(
     seed: int = 0,
     progress: Callable[[str], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """A row for every codec and data set; `progress` is called with each codec's spec before it is used."""
+    """Return a row for every codec and data set; `progress` gets each codec's spec before its use."""
     rows = []
     for codec in chosen:
         progress(codec.spec)

@@ -1,12 +1,12 @@
-"""What every codec is and can do.
+"""The base class of all codecs.
 
-A codec turns a float32 vector into bytes and back. It is frozen data: it has no past, and the number of
-bytes follows from the number of elements alone. What it still owes, if anything, a `Channel` remembers.
+A codec turns a float32 vector into bytes and back. It is frozen data: it has no state, and the number of
+bytes depends only on the number of elements. A `Channel` keeps the residuals of error feedback.
 
 The last dimension is the vector; leading dimensions are a batch, encoded row by row. The wire of every
-row is laid out in `sections`, each padded to whole 4-byte words, and ends with a tag: a number that
-follows from the codec and the element count. A wire that is too short, of another codec or of
-another length is refused. On a GPU, where looking would stall the stream, it decodes to NaN instead.
+row consists of `sections`, each padded to whole 4-byte words. It ends with a tag: a number that depends
+on the codec and the element count. A wire that is too short, of another codec or of another length is
+refused. On a GPU, where a check would stall the stream, it decodes to NaN instead.
 """
 
 import math
@@ -31,7 +31,7 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Codec(Segmented):
-    """Floats to bytes and back.
+    """Encodes floats to bytes and decodes them.
 
     >>> import torch
     >>> from thinwire import codecs
@@ -56,10 +56,10 @@ class Codec(Segmented):
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[..., n] to bytes [..., nbytes(n)].
+        """Encode [..., n] to bytes [..., nbytes(n)].
 
-        `residual` (float32, shaped as x) is added to x first and afterwards holds what the wire does
-        not. `shared` is the agreed maximum of `summary`, for codecs that ask for one.
+        `residual` (float32, in the shape of x) is added to x first. Afterwards it holds the encoding
+        error. `shared` is the maximum of `summary` over all ranks, for codecs that need one.
         """
         self._check_encode(x, rng, residual, shared)
         numel = x.shape[-1]
@@ -73,18 +73,18 @@ class Codec(Segmented):
             if self.tagged:
                 write_tags(wire, self.tag(numel))
             return buffers.deliver(wire, target)
-        held = None if residual is None else _matrix(buffers.writable(residual, align=4))
-        if held is not None and residual is not None and held.data_ptr() != residual.data_ptr():
-            held.copy_(residual.reshape(held.shape))
+        residuals = None if residual is None else _matrix(buffers.writable(residual, align=4))
+        if residuals is not None and residual is not None and residuals.data_ptr() != residual.data_ptr():
+            residuals.copy_(residual.reshape(residuals.shape))
         agreed = None if shared is None else shared.reshape(rows.shape[0], -1)
-        self._wires(rows, wire, rng, held, agreed)
-        if held is not None and residual is not None:
-            buffers.deliver(held, residual)
+        self._wires(rows, wire, rng, residuals, agreed)
+        if residuals is not None and residual is not None:
+            buffers.deliver(residuals, residual)
         return buffers.deliver(wire, target)
 
     @outside_of_graphs
     def decode(self, wire: Tensor, numel: int, *, weight: float = 1.0, out: Tensor | None = None) -> Tensor:
-        """Bytes [..., nbytes(numel)] to float32 [..., numel], times a weight that goes into the scales."""
+        """Decode bytes [..., nbytes(numel)] to float32 [..., numel]; the weight is folded into the scales."""
         self._check_wire(wire, numel)
         target = buffers.target(out, (*wire.shape[:-1], numel), torch.float32, wire.device)
         if wire.device.type == "meta":
@@ -99,10 +99,13 @@ class Codec(Segmented):
     def decode_add(self, wire: Tensor, out: Tensor, weight: float = 1.0) -> Tensor:
         """`out += weight * decode(wire)` in one pass; the weight is folded into the scales."""
         if not isinstance(out, Tensor) or out.dtype != torch.float32:
-            raise InputError("decode_add adds into a float32 tensor")
+            raise InputError("decode_add needs a float32 tensor to add to")
         self._check_wire(wire, out.shape[-1] if out.dim() else 1)
         if wire.shape[:-1] != out.shape[:-1] or wire.device != out.device:
-            raise InputError(f"{tuple(wire.shape)} on {wire.device} does not add into {tuple(out.shape)}")
+            raise InputError(
+                f"a wire {tuple(wire.shape)} on {wire.device} does not add to a tensor {tuple(out.shape)} "
+                f"on {out.device}: leading dimensions and devices must match"
+            )
         if wire.device.type == "meta" or not out.numel():
             return out
         values = _matrix(buffers.writable(out, wire))
@@ -123,7 +126,7 @@ class Codec(Segmented):
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """K wires [K, ..., nbytes] to the wire of their weighted sum; by default of their mean."""
+        """Encode the weighted sum of K wires [K, ..., nbytes]; by default their mean."""
         self._check_wire(wires, numel)
         if wires.dim() < 2 or not wires.shape[0]:
             raise InputError(
@@ -189,16 +192,16 @@ class Codec(Segmented):
 
     def _check_wire(self, wire: Tensor, numel: int) -> None:
         if not isinstance(wire, Tensor) or wire.dtype != torch.uint8 or not wire.dim():
-            found = wire.dtype if isinstance(wire, Tensor) else type(wire).__name__
-            raise InputError(f"a wire is a uint8 tensor [..., nbytes], not {found}")
+            given = wire.dtype if isinstance(wire, Tensor) else type(wire).__name__
+            raise InputError(f"a wire is a uint8 tensor [..., nbytes], not {given}")
         expected = self.nbytes(numel)
         if wire.shape[-1] != expected:
             raise WireError(
                 f"a {self.spec} wire of {numel} elements has {expected} bytes, this one has {wire.shape[-1]}"
             )
         if self.tagged and wire.device.type == "cpu" and wire.numel():
-            held = wire.numpy() if wire.stride(-1) == 1 else wire.contiguous().numpy()
-            if (held.view(np.int32)[..., -1] != self.tag(numel)).any():
+            array = wire.numpy() if wire.stride(-1) == 1 else wire.contiguous().numpy()
+            if (array.view(np.int32)[..., -1] != self.tag(numel)).any():
                 raise WireError(
                     f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
                     "Do all ranks use the same codec and size?"
@@ -209,7 +212,11 @@ def check_vector(x: Any) -> None:
     if not isinstance(x, Tensor):
         raise InputError(f"expected a torch.Tensor, got {type(x).__name__}; use torch.as_tensor(...)")
     if x.dtype not in INPUT_DTYPES:
-        hint = "; x.float() would round once more, so do it yourself" if x.dtype == torch.float64 else ""
+        hint = (
+            "; x.float() would round once more: call it if that is acceptable"
+            if x.dtype == torch.float64
+            else ""
+        )
         raise InputError(f"expected float32, bfloat16 or float16, got {x.dtype}{hint}")
     if not x.dim():
         raise InputError("expected a vector [..., n], got a single number; use x.view(1)")
@@ -222,7 +229,7 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _aligned(wire: Tensor, first: int = 0) -> Tensor:
-    """Wires as contiguous [rows, nbytes] (or [first, rows, nbytes]) that start at a whole word."""
+    """Return wires as contiguous [rows, nbytes] (or [first, rows, nbytes]), aligned to 4 bytes."""
     lead = (first,) if first else ()
     wire = wire.contiguous().view(*lead, math.prod(wire.shape[len(lead) : -1]), wire.shape[-1])
     return wire if wire.data_ptr() % 4 == 0 else wire.clone()

@@ -1,10 +1,10 @@
-"""Blocks that share a scale: most of what the literature puts on a wire.
+"""Block codecs: the elements of a block share a scale. Most published codecs are of this kind.
 
 Wire: [codes: format.bits x elements][scales: store x blocks][factor: float32, with e4m3 scales][tag]
 
 An element is stored as the code of `element / scale` in any number format. QSGD, TernGrad, NUQSGD, the MX
 formats, NVFP4, APS, FP8-LM and Dettmers' types differ only in format, block, rounding and the
-choice of the scale, so they are rows of a table (`RECIPES`), not classes.
+choice of the scale. So they are specs (see `thinwire.codecs.spec`), not classes.
 """
 
 import functools
@@ -33,7 +33,7 @@ from thinwire.kernels.params import (
     BlockParams,
     Draw,
     Segments,
-    WirePlan,
+    WireLayout,
     packed_nbytes,
 )
 from thinwire.rounding import Rounding, Stream
@@ -56,7 +56,7 @@ class Block(Blocked):
     block: int | None = None  #: a power of two from 16 to 65536; None: the whole vector
     rounding: Rounding | str = Rounding.NEAREST
     scaling: Scaling = Scaling()
-    label: str = ""  #: the spec, where a recipe has a name of its own
+    label: str = ""  #: the spec, if this codec has a name of its own
 
     def _check(self) -> None:
         object.__setattr__(self, "format", get_format(self.format))
@@ -72,17 +72,19 @@ class Block(Blocked):
         if format.min >= 0:
             raise CodecError(f"{format.name} has no negative numbers; a block codec needs them")
         if self.rounding not in format.roundings:
-            raise CodecError(f"{format.name} has no '{self.rounding}'; it has: {', '.join(format.roundings)}")
+            raise CodecError(
+                f"{format.name} has no rounding '{self.rounding}'; it has: {', '.join(format.roundings)}"
+            )
         if self.block is not None and (
             not SMALLEST_BLOCK <= self.block <= LARGEST_BLOCK or self.block & (self.block - 1)
         ):
             raise CodecError(f"a block is a power of two from 16 to 65536, not {self.block}")
         if self.scaling.store == "e4m3" and (self.scaling.choose != "absmax" or self.scaling.shared):
-            raise CodecError("e4m3 scales go with choose='absmax' and are not shared")
+            raise CodecError("e4m3 scales need choose='absmax' and shared=False")
 
     @property
     def _format(self) -> Format:
-        """The format, saturating: what lies beyond the scale's reach must not become infinite."""
+        """The format with saturation: values beyond the scale's range must not become infinite."""
         format = self.format
         assert isinstance(format, Format)
         return replace(format, saturate=True) if isinstance(format, Float) else format
@@ -112,7 +114,7 @@ class Block(Blocked):
     def unbiased(self) -> bool:
         whole = self.scaling.choose in ("absmax", "pow2", "l2") and self.scaling.store != "e4m3"
         both = self._format.min == -self._format.max
-        shrinks = not isinstance(self.format, Posit) or self.format.underflow  # small ones may become zero
+        shrinks = not isinstance(self.format, Posit) or self.format.underflow  # small values may become zero
         return self.needs_rng and whole and both and shrinks
 
     def _blocks(self, numel: int) -> int:
@@ -127,13 +129,13 @@ class Block(Blocked):
     def _sections(self, numel: int) -> tuple[Section, ...]:
         bits, blocks = self._format.bits, self._blocks(numel)
         store = self.scaling.store
-        found = [
+        parts = [
             section("codes", self._format.name, bits, numel, packed_nbytes(numel, bits)),
             section("scales", store, 8 * SCALE_NBYTES[STORES[store]], blocks),
         ]
         if store == "e4m3":
-            found.append(section("factor", "float32", 32, 1))
-        return tuple(found)
+            parts.append(section("factor", "float32", 32, 1))
+        return tuple(parts)
 
     def agreement(self, numel: int) -> int:
         return self._blocks(numel) if self.scaling.shared else 0
@@ -161,10 +163,10 @@ class Block(Blocked):
         rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
         scale = self._scales(rows, world)
         if self.scaling.store == "e8m0":
-            found = block_reference._stored(self._params, scale, None)
+            integers = block_reference._stored(self._params, scale, None)
         else:
-            found = scale.view(torch.int32)  # scales are not negative, so patterns order like numbers
-        return found.view(*x.shape[:-1], self.agreement(x.shape[-1]))
+            integers = scale.view(torch.int32)  # bit patterns of numbers that are not negative sort like them
+        return integers.view(*x.shape[:-1], self.agreement(x.shape[-1]))
 
     def _check_shared(self, shared: Tensor, x: Tensor) -> None:
         super()._check_shared(shared, x)
@@ -188,16 +190,16 @@ class Block(Blocked):
 
     @property
     def _limit(self) -> float:
-        """What the reach of the data becomes: the format's largest value, but APS leaves the top binade."""
+        """The value that the scale maps the data to: the format's largest, but APS leaves the top binade."""
         if self.scaling.margin == "world" and isinstance(self.format, Float):
             return float(2.0 ** (self.format._top_exponent))
         return 1.0 if isinstance(self.format, Posit) else self._format.max  # posits are finest around 1
 
     def _reach(self, world: int) -> float:
-        """What the reach of the data becomes, times `world` where a sum is to fit.
+        """Return `_limit`; if the scale must hold a sum over ranks, `world` times each rank's share of it.
 
-        Each rank's largest number is then one of the format's, so that no rounding makes it larger and sums
-        stay inside. Floats have a binade to spare for that.
+        A share is a value of the format. Rounding cannot make a rank's largest number exceed it, so sums
+        stay in range. Floats have a spare binade for that.
         """
         if world == 1 or not self.holds_sums or isinstance(self.format, Float):
             return self._limit
@@ -210,10 +212,10 @@ class Block(Blocked):
             )
         return share * world
 
-    def _made(self, numel: int) -> WirePlan:
+    def _made(self, numel: int) -> WireLayout:
         codes, scales, *_ = self.sections(numel)
         extra = codes.nbytes + scales.nbytes
-        return WirePlan(numel, self.nbytes(numel), codes.nbytes, extra, self.tag(numel))
+        return WireLayout(numel, self.nbytes(numel), codes.nbytes, extra, self.tag(numel))
 
     def _scales(self, u: Tensor, world: int = 1) -> Tensor:
         return scaling.scales(self.scaling, u, self.block or 0, self._reach(world), world)
@@ -233,8 +235,8 @@ class Block(Blocked):
             residual.copy_(u)
             kernels.block_decode(p, wire, residual, plan, -1.0, add=True)
 
-    def _fill(self, u: Tensor, wire: Tensor, plan: WirePlan, shared: Tensor | None) -> None:
-        """Put the scales into the wire."""
+    def _fill(self, u: Tensor, wire: Tensor, plan: WireLayout, shared: Tensor | None) -> None:
+        """Write the scales into the wire."""
         p = self._params
         if shared is not None and p.store != E4M3:
             if p.store == E8M0:
@@ -243,24 +245,23 @@ class Block(Blocked):
             else:
                 scales = block_reference.store_scales(p, shared.view(torch.float32))
         else:
-            found = self._scales(u)
+            exact = self._scales(u)
             factor = None
             if p.store == E4M3:
-                largest = found.view(torch.int32).amax(-1, keepdim=True).view(torch.float32)
-                factor = largest / scaling._number(
-                    FACTOR_LIMIT, found
-                )  # a plain number is multiplied on GPUs
-                factor = block_reference._poison(factor, found.isnan().any(-1, keepdim=True))
+                largest = exact.view(torch.int32).amax(-1, keepdim=True).view(torch.float32)
+                # GPUs would replace division by a Python number with multiplication by its inverse.
+                factor = largest / scaling._number(FACTOR_LIMIT, exact)
+                factor = block_reference._poison(factor, exact.isnan().any(-1, keepdim=True))
                 block_reference._put(wire, plan.extra_at, block_reference._as_bytes(factor))
-            scales = self._stored(found, factor)
+            scales = self._stored(exact, factor)
         block_reference._put(wire, plan.scales_at, scales)
 
     def scales(self, wires: Tensor, numel: int) -> Tensor:
-        """The scales in wires [rows, nbytes], as float32 [rows, blocks]."""
+        """Return the scales in wires [rows, nbytes], as float32 [rows, blocks]."""
         return block_reference.stored_scales(self._params, wires, self.plan(numel))
 
     def unscaled(self, wires: Tensor, numel: int) -> Tensor:
-        """`decode` of wires [rows, nbytes], but for the scales: numbers of the format, exactly."""
+        """Decode wires [rows, nbytes] with all scales set to 1: exact values of the format."""
         ones = torch.ones((wires.shape[0], self._blocks(numel)), device=wires.device)
         plain = wires.clone()
         block_reference._put(
@@ -269,7 +270,7 @@ class Block(Blocked):
         return self.decode(plain, numel)
 
     def _stored(self, scales: Tensor, factor: Tensor | None) -> Tensor:
-        """`block_reference.store_scales`, with the fast kernel for scales that are floats themselves."""
+        """Return `block_reference.store_scales`; e4m3 scales use the fast kernel of their format."""
         if factor is None:
             return block_reference.store_scales(self._params, scales)
         bad = scales.isnan()
@@ -282,7 +283,7 @@ class Block(Blocked):
 
     @property
     def _one_scale(self) -> bool:
-        """Whether a segment has a single scale that follows from its largest magnitude, or is given."""
+        """Whether a segment has a single scale, fixed or determined by its largest magnitude."""
         plain = self.scaling.choose in scaling.RULES or self.scaling.choose == "fixed"
         return self.block is None and plain and self.scaling.store != "e4m3"
 
@@ -310,24 +311,24 @@ class Block(Blocked):
     def _fill_segments(
         self, x: Tensor, wire: Tensor, segments: Segments, residual: Tensor | None, shared: Tensor | None
     ) -> None:
-        """Every segment's scale into its wire: one word."""
+        """Write every segment's scale into its wire: one word."""
         if shared is None:
-            held = kernels.segment_magnitudes(x, segments, residual)
-            found = block_reference.store_scales(self._params, self._scale_of(held).unsqueeze(1))
+            magnitudes = kernels.segment_magnitudes(x, segments, residual)
+            stored = block_reference.store_scales(self._params, self._scale_of(magnitudes).unsqueeze(1))
         elif self._params.store == E8M0:
-            found = pad(shared.unsqueeze(1), (0, 3))
+            stored = pad(shared.unsqueeze(1), (0, 3))
         else:
-            found = block_reference.store_scales(self._params, shared.view(torch.float32).unsqueeze(1))
+            stored = block_reference.store_scales(self._params, shared.view(torch.float32).unsqueeze(1))
         key = "scales", wire.device
         if key not in segments.known:
             pairs = zip(segments.wires, segments.plans, strict=True)
             places = [at + self.plan(plan.numel).scales_at for at, plan in pairs]
             segments.known[key] = torch.tensor(places, device=wire.device) // 4
-        words = found.contiguous().view(torch.int32).view(-1)
+        words = stored.contiguous().view(torch.int32).view(-1)
         wire.view(torch.int32).index_copy_(0, segments.known[key], words)
 
     def _scale_of(self, magnitude: Tensor, world: int = 1) -> Tensor:
-        """Scales of segments, from the patterns of their largest magnitudes."""
+        """Return the scales of segments from the bit patterns of their largest magnitudes."""
         return scaling.of_magnitudes(self.scaling, magnitude, self._reach(world), world)
 
     def summaries(self, x: Tensor, segments: Segments, world: int = 1, reach: Tensor | None = None) -> Tensor:

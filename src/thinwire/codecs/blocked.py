@@ -1,4 +1,4 @@
-"""What codecs of blocks share: they hand rows, or segments of a flat vector, to the block kernels."""
+"""The base of block codecs: it passes rows, or segments of a flat vector, to the block kernels."""
 
 import abc
 import functools
@@ -8,32 +8,32 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.codecs.base import Codec
-from thinwire.kernels.params import FILLED, BlockParams, Draw, Segments, WirePlan
+from thinwire.kernels.params import FILLED, BlockParams, Draw, Segments, WireLayout
 from thinwire.rounding import Stream
 
 
 class Blocked(Codec):
-    """Elements in a few bits, with a scale for every block."""
+    """A codec that stores elements in a few bits, with a scale for every block."""
 
     @functools.cached_property
     @abc.abstractmethod
     def _params(self) -> BlockParams:
-        """What the kernels must know."""
+        """The parameters of the kernels."""
 
     @abc.abstractmethod
-    def _made(self, numel: int) -> WirePlan:
-        """Where things lie in the wire of so many elements."""
+    def _made(self, numel: int) -> WireLayout:
+        """Return the layout of the wire of `numel` elements."""
 
     @functools.cached_property
-    def _plans(self) -> dict[int, WirePlan]:
+    def _plans(self) -> dict[int, WireLayout]:
         return {}
 
-    def plan(self, numel: int) -> WirePlan:
+    def plan(self, numel: int) -> WireLayout:
         if numel not in self._plans:
             self._plans[numel] = self._made(numel)
         return self._plans[numel]
 
-    def _plan(self, numel: int) -> WirePlan:
+    def _plan(self, numel: int) -> WireLayout:
         return self.plan(numel)
 
     @property

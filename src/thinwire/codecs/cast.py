@@ -1,4 +1,4 @@
-"""Plain casts: the wire is the tensor itself in another dtype, which a network can add up as it is."""
+"""Plain casts: the wire is the tensor in another dtype, so a native all-reduce can add wires directly."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from thinwire.kernels import cast_segments
 from thinwire.kernels.params import Draw, Segments
 from thinwire.rounding import Stream
 
-PIECE = 1 << 16  # elements that are converted at a time
+PIECE = 1 << 16  # elements converted at a time
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -47,7 +47,7 @@ class Cast(Codec):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype in which a network may add wires."""
+        """The dtype in which a native all-reduce may add wires."""
         return DTYPES[self.dtype]
 
     def _sections(self, numel: int) -> tuple[Section, ...]:
@@ -78,7 +78,7 @@ class Cast(Codec):
         else:
             for start in range(0, out.shape[1], PIECE if values.device.type == "cpu" else out.shape[1]):
                 part = slice(start, start + PIECE if values.device.type == "cpu" else None)
-                out[:, part] += values[:, part].float() * weight  # of all at once torch would make a copy
+                out[:, part] += values[:, part].float() * weight  # in pieces, because float() makes a copy
 
     def _values(self, wire: Tensor) -> Tensor:
         return wire.view(self.torch_dtype)
@@ -140,7 +140,7 @@ class Cast(Codec):
         total = torch.empty(segments.numel, device=wires.device)
         self.decode_segments(wires, total, segments.packed, weight, count, stride)
         if residual is None:
-            total += 0.0  # as a sum that starts from zero
+            total += 0.0  # -0 becomes 0, as in a sum that starts from zero
         self.encode_segments(total, out, segments.packed, draw, residual=residual)
 
     def _serves(self, wire: Tensor, residual: Tensor | None) -> bool:

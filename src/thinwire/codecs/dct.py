@@ -2,13 +2,15 @@
 
 Wire: [indices: ceil(log2 tile) bits x k x tiles][values: their own codec's wire][tag]
 
-Neighbouring weights move together, so a tile of them has most of its energy in few cosines. A vector is
-cut into chunks; a matrix, once `for_shape` has told its shape, into tiles whose sides are the largest
-divisors of its own up to `chunk`, as DeMo does. Every tile sends its k largest coefficients.
+Neighbouring weights change together, so a tile of them has most of its energy in few cosines. A vector
+is cut into chunks. A matrix, whose shape `for_shape` sets, is cut into tiles. The sides of a tile are the
+largest divisors of the matrix's sides up to `chunk`, as in DeMo. Every tile sends its k largest
+coefficients.
 
-The transform is a product with an orthonormal matrix and must not depend on the order of summation, or a
-GPU and a CPU would choose differently. So a tile is rounded to integers of 24 bits (relative to its
-largest element) and the matrix to as many as leave every partial sum under 2**53, where float64 is exact.
+The transform is a product with an orthonormal matrix. It must not depend on the order of summation, or a
+GPU and a CPU would choose different coefficients. So a tile is rounded to integers of 24 bits (relative
+to its largest element). The matrix is rounded to as many bits as keep every partial sum under 2**53,
+where float64 is exact.
 
     >>> from thinwire.codecs import DctTopK
     >>> codec = DctTopK(chunk=64, k=2)
@@ -39,31 +41,33 @@ from thinwire.kernels.reference import INFINITY
 from thinwire.rounding import Stream
 
 LARGEST_CHUNK = 4096
-TILE_BITS = 24  # a place in a tile, and an element as an integer
+TILE_BITS = 24  # of an index in a tile, and of an element as an integer
 EXACT_BITS = 52  # of float64
 SLAB = 1 << 18  # elements that a CPU transforms at a time
 
 
 @dataclass(frozen=True)
 class DctTopK(Codec):
-    """The `k` largest coefficients of every chunk, or of every tile of a matrix; of equals the first.
+    """The `k` largest coefficients of every chunk, or of every tile of a matrix; ties go to the lower index.
 
     Wire: [indices: ceil(log2 tile) bits x k x tiles][values: their own codec's wire][tag]
 
-    A dimension without divisors makes tiles of one row or column, and two of them tiles of one element.
+    A dimension without a divisor from 2 to `chunk` gives tiles of one row or column. Two such dimensions
+    give tiles of one element.
     """
 
     chunk: int = 64
     k: int = 8
     values: Codec | Format | str = FP32
-    shape: tuple[int, int] | None = None  #: of the matrix; None: a vector
+    shape: tuple[int, int] | None = None  #: the matrix's; None: a vector
 
     def _check(self) -> None:
         if not 1 <= self.chunk <= LARGEST_CHUNK:
             raise CodecError(f"a chunk has 1 to {LARGEST_CHUNK} elements, not {self.chunk}")
         if not 1 <= self.k <= self.chunk**2:
             raise CodecError(
-                f"a chunk of {self.chunk} cannot keep {self.k} coefficients; use 1 to {self.chunk}"
+                f"a chunk of {self.chunk} cannot keep {self.k} coefficients; use 1 to {self.chunk}, "
+                f"or for matrices up to {self.chunk**2}"
             )
         if self.shape is not None and min(self.shape) < 1:
             raise CodecError(f"a matrix of {self.shape[0]} x {self.shape[1]} has no tiles")
@@ -96,7 +100,7 @@ class DctTopK(Codec):
         return self._values.has_fixed_scale
 
     def for_shape(self, shape: Sequence[int]) -> "DctTopK":
-        """For a matrix; a convolution is one of its first dimension by all others."""
+        """Return the codec for a matrix; a convolution counts as its first dimension by all others."""
         if len(shape) < 2 or not math.prod(shape):
             return replace(self, shape=None)
         return replace(self, shape=(shape[0], math.prod(shape[1:])))
@@ -122,13 +126,13 @@ class DctTopK(Codec):
         return self.chunk if self.shape is None else 0
 
     def _count(self, numel: int) -> int:
-        """How many tiles."""
+        """Return the number of tiles."""
         if self.shape is not None and numel not in (0, math.prod(self.shape)):
             raise CodecError(f"{self.name} is for {math.prod(self.shape)} elements, not for {numel}")
         return -(-numel // self._size)
 
     def _cut(self, u: Tensor) -> Tensor:
-        """[rows, n] as [rows * tiles, height, width]."""
+        """Return [rows, n] as [rows * tiles, height, width]."""
         height, width = self._sides
         if self.shape is None:
             return pad(u, (0, -u.shape[1] % width)).view(-1, 1, width)
@@ -136,7 +140,7 @@ class DctTopK(Codec):
         return cut.transpose(2, 3).reshape(-1, height, width)
 
     def _join(self, tiles: Tensor, rows: int, numel: int) -> Tensor:
-        """The way back."""
+        """Undo `_cut`."""
         if self.shape is None:
             return tiles.view(rows, -1)[:, :numel]
         height, width = self._sides
@@ -144,7 +148,7 @@ class DctTopK(Codec):
         return cut.transpose(2, 3).reshape(rows, numel)
 
     def _slabs(self, tiles: Tensor) -> Sequence[Tensor]:
-        """Tiles in parts that fit into a processor's cache; on a GPU all at once."""
+        """Split tiles into parts that fit into a CPU's cache; on a GPU there is one part."""
         return tiles.split(max(1, SLAB // self._size)) if tiles.device.type == "cpu" else (tiles,)
 
     # The wire
@@ -186,7 +190,10 @@ class DctTopK(Codec):
         fine = fine.all(1)
         if wire.device.type == "cpu":
             if not bool(fine.all()):
-                raise WireError(f"this {self.spec} wire of {numel} elements has places that are none")
+                raise WireError(
+                    f"this {self.spec} wire of {numel} elements has invalid indices: "
+                    "out of range or not ascending"
+                )
         else:
             places = torch.where(fine.unsqueeze(1), places, torch.arange(kept, device=places.device))
         inside = wire[:, indices.nbytes : indices.nbytes + values.nbytes]
@@ -194,28 +201,31 @@ class DctTopK(Codec):
         coefficients = torch.zeros((rows * count, size), device=out.device).scatter_(1, places, arrived)
         slabs = self._slabs(coefficients.view(-1, *self._sides))
         tiles = torch.cat([transform(slab, inverse=True) for slab in slabs])
-        found = self._join(tiles, rows, numel) * weight
+        decoded = self._join(tiles, rows, numel) * weight
         if wire.device.type != "cpu":
-            found = block_reference.guard(wire, self.tag(numel), found)
-            found = found.masked_fill(~fine.view(rows, -1).all(1, keepdim=True), torch.nan)
+            decoded = block_reference.guard(wire, self.tag(numel), decoded)
+            decoded = decoded.masked_fill(~fine.view(rows, -1).all(1, keepdim=True), torch.nan)
         if add:
-            out += found
+            out += decoded
         else:
-            out.copy_(found)
+            out.copy_(decoded)
 
 
 def transform(tiles: Tensor, *, inverse: bool = False) -> Tensor:
-    """The orthonormal DCT-II of tiles [count, height, width], or its inverse. Not finite: all NaN."""
+    """Return the orthonormal DCT-II of tiles [count, height, width], or its inverse.
+
+    A tile becomes all NaN if its input or its result is not finite.
+    """
     magnitude = (tiles.view(torch.int32) & 0x7FFFFFFF).amax((1, 2), keepdim=True)
     bad = magnitude >= INFINITY
-    found = _times(torch.where(bad, 0.0, tiles), inverse)
+    result = _times(torch.where(bad, 0.0, tiles), inverse)
     if tiles.shape[1] > 1:
-        found = _times(found.mT, inverse).mT
-    return torch.where(bad | ~found.isfinite().all((1, 2), keepdim=True), torch.nan, found)
+        result = _times(result.mT, inverse).mT
+    return torch.where(bad | ~result.isfinite().all((1, 2), keepdim=True), torch.nan, result)
 
 
 def _times(tiles: Tensor, inverse: bool) -> Tensor:
-    """Each row of each tile times the cosines, exact but for rounding to integers and back."""
+    """Multiply each row of each tile by the cosines; exact except for rounding to integers and back."""
     tiles = tiles.contiguous()
     basis, basis_bits = _cosines(tiles.shape[2], tiles.device)
     top = (tiles.view(torch.int32) & 0x7FFFFFFF).amax((1, 2), keepdim=True)
@@ -231,7 +241,7 @@ def _exp2(exponent: Tensor) -> Tensor:
 
 @functools.cache
 def _cosines(size: int, device: torch.device) -> tuple[Tensor, int]:
-    """Row i has the i-th cosine, in integers of so many bits behind the point.
+    """Return integers whose row i is the i-th cosine, and their number of fraction bits.
 
     An orthonormal row's magnitudes add up to at most sqrt(size), which bounds every partial sum.
     """
@@ -243,9 +253,10 @@ def _cosines(size: int, device: torch.device) -> tuple[Tensor, int]:
 
 
 def _largest(coefficients: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Places of the k largest magnitudes of each row, ascending, and what is there; of equals the first.
+    """Return the indices of the k largest magnitudes of each row, ascending, and their values.
 
-    In plain torch a place goes below the magnitude's bits, so no two keys are equal and torch has no choice.
+    Ties go to the lower index. In plain torch the index is stored below the magnitude's bits, so that no two
+    keys are equal and the result does not depend on torch.
     """
     if programs := select.gpu(coefficients.device, coefficients.shape[1]):
         places = programs.largest(coefficients, k)
@@ -260,9 +271,9 @@ def _largest(coefficients: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _divisor(number: int, limit: int) -> int:
-    """The largest divisor up to a limit.
+    """Return the largest divisor of a number up to a limit.
 
     >>> _divisor(96, 64), _divisor(640, 64), _divisor(127, 64)
     (48, 64, 1)
     """
-    return next(each for each in range(min(number, limit), 0, -1) if number % each == 0)
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)

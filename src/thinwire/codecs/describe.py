@@ -1,4 +1,4 @@
-"""What a codec is, as data for listings and pictures."""
+"""Facts about a codec, as data for listings and drawings."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ WIDTH = 72
 
 
 def describe(codec: Codec, numel: int = LISTED_NUMEL) -> dict[str, Any]:
-    """The facts of a listing; bits per element hold for `numel` elements, scales and tag included."""
+    """Return the facts of a listing; bits per element are for `numel` elements, with scales and tag."""
     return {
         "spec": codec.spec,
         "bits_per_element": codec.bits_per_element(numel),
@@ -24,28 +24,28 @@ def describe(codec: Codec, numel: int = LISTED_NUMEL) -> dict[str, Any]:
 
 
 def wire(codec: Codec, numel: int) -> list[dict[str, Any]]:
-    """The sections of a wire with their offsets."""
+    """Return the sections of a wire with their offsets."""
     rows, at = [], 0
-    for each in codec.sections(numel):
-        share = each.nbytes / max(codec.nbytes(numel), 1)
+    for section in codec.sections(numel):
+        share = section.nbytes / max(codec.nbytes(numel), 1)
         rows.append(
             {
-                "section": each.name,
-                "kind": each.kind,
-                "bits": each.bits,
-                "count": each.count,
+                "section": section.name,
+                "kind": section.kind,
+                "bits": section.bits,
+                "count": section.count,
                 "offset": at,
-                "nbytes": each.nbytes,
-                "padding": each.nbytes - each.bits * each.count / 8,
+                "nbytes": section.nbytes,
+                "padding": section.nbytes - section.bits * section.count / 8,
                 "share": share,
             }
         )
-        at += each.nbytes
+        at += section.nbytes
     return rows
 
 
 def draw(codec: Codec, numel: int) -> list[str]:
-    """The wire as a bar of boxes, each about as wide as its share of the bytes.
+    """Draw the wire as a row of boxes, each about as wide as its share of the bytes.
 
     >>> from thinwire import codecs
     >>> for line in draw(codecs.get("int4/128"), 1024):

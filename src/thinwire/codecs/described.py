@@ -1,6 +1,6 @@
-"""What every codec is: its name, its wire, what ranks must agree on; and what it has to write.
+"""What describes a codec: its name, its wire, what ranks must agree on, and the methods that it must define.
 
-A codec is frozen data: it has no past, and the number of bytes follows from the number of elements alone.
+A codec is frozen data: it has no state, and the number of bytes depends only on the number of elements.
 """
 
 import abc
@@ -32,14 +32,14 @@ class Section:
 
 
 def section(name: str, kind: str, bits: int, count: int, nbytes: int | None = None) -> Section:
-    """A section padded to whole words; `nbytes` where packing has its own rule."""
+    """Return a section padded to whole words; pass `nbytes` where packing has its own rule."""
     needed = -(-bits * count // 8) if nbytes is None else nbytes
     return Section(name, kind, bits, count, -(-needed // 4) * 4)
 
 
 @dataclass(frozen=True)
 class Described(abc.ABC):
-    """What a codec is, without what it does."""
+    """The properties of a codec, without encoding and decoding."""
 
     feedback: str = field(default="", kw_only=True)  #: "" or the residual's dtype: see RESIDUALS
 
@@ -49,9 +49,9 @@ class Described(abc.ABC):
         self._check()
 
     def _check(self) -> None:  # noqa: B027
-        """Refuse parameters that make no sense."""
+        """Refuse invalid parameters."""
 
-    # What it is
+    # Properties
 
     @property
     @abc.abstractmethod
@@ -69,7 +69,7 @@ class Described(abc.ABC):
     @property
     @abc.abstractmethod
     def nonfinite(self) -> str:
-        """What becomes of NaN and infinities, in one sentence."""
+        """How NaN and infinities decode, in one sentence."""
 
     @property
     def keeps_zeros(self) -> bool:
@@ -83,54 +83,54 @@ class Described(abc.ABC):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the decoded vector is right on average over streams."""
+        """Whether the decoded vector equals the input on average over random streams."""
         return False
 
     @property
     def grain(self) -> int:
-        """How many neighbours are encoded together, so that a vector may be cut there; 0: all of it."""
+        """Elements encoded as a unit; 0 means the vector cannot be split."""
         return 0
 
     def for_shape(self: Self, shape: Sequence[int]) -> Self:  # noqa: ARG002
-        """The codec for a tensor of this shape; only codecs that look at rows and columns differ."""
+        """Return the codec for a tensor of this shape; only codecs that use rows and columns change."""
         return self
 
     def with_feedback(self: Self, dtype: str = "float32") -> Self:
-        """The same codec, marked to be used with error feedback (or without: "")."""
+        """Return the same codec, marked to be used with error feedback (or without: "")."""
         return replace(self, feedback=dtype)
 
     # The wire
 
     @abc.abstractmethod
     def _sections(self, numel: int) -> tuple[Section, ...]:
-        """The wire of `numel` elements, but for the tag."""
+        """Return the sections of the wire of `numel` elements, without the tag."""
 
     @property
     def tagged(self) -> bool:
-        """Whether the wire ends with a tag; plain casts have none, so that a network can add them."""
+        """Whether the wire ends with a tag; plain casts have none, so a native all-reduce can add them."""
         return True
 
     def sections(self, numel: int) -> tuple[Section, ...]:
-        """The parts of the wire of one row, in order."""
+        """Return the sections of one row's wire, in order."""
         if numel < 0:
             raise InputError(f"a vector cannot have {numel} elements")
-        found = self._sections(numel)
-        return (*found, section("tag", "uint32", 32, 1)) if self.tagged else found
+        parts = self._sections(numel)
+        return (*parts, section("tag", "uint32", 32, 1)) if self.tagged else parts
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of the wire of `numel` elements: exactly what `encode` returns for a row."""
+        """Return the bytes of the wire of `numel` elements: exactly the length that `encode` gives a row."""
         return self._facts(numel)[0]
 
     def bits_per_element(self, numel: int = 1 << 20) -> float:
-        """Wire bits over elements, scales and all."""
+        """Return the bits of the whole wire per element."""
         return 8 * self.nbytes(numel) / numel
 
     def tag(self, numel: int) -> int:
-        """The number at the end of a wire: a check sum of the codec's name and the element count."""
+        """Return the number at the end of a wire: a checksum of the codec's name and the element count."""
         return self._facts(numel)[1]
 
     def _facts(self, numel: int) -> tuple[int, int]:
-        """Bytes and tag, worked out once for every length."""
+        """Return bytes and tag, computed once for every length."""
         known = self.__dict__.setdefault("_known", {})
         if numel not in known:
             nbytes = sum(each.nbytes for each in self.sections(numel))
@@ -138,53 +138,53 @@ class Described(abc.ABC):
         return known[numel]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles and copies carry what the codec is, not what was worked out from it."""
+        """Return the fields only: pickles and copies do not carry cached results."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    # A small exchange before encoding, for codecs whose ranks must agree on a scale
+    # A small all-reduce before encoding, for codecs whose ranks must agree on a scale
 
     def agreement(self, numel: int) -> int:
-        """How many integers all ranks must take the maximum of before `encode`; 0 for most codecs."""
+        """Return how many integers ranks must all-reduce by maximum before `encode`; 0 for most codecs."""
         del numel
         return 0
 
     @property
     def holds_sums(self) -> bool:
-        """Whether an agreed scale has room for the sum over all ranks, not only for what each of them has."""
+        """Whether an agreed scale has room for the sum over all ranks, not only for each rank's values."""
         return False
 
     @property
     def has_fixed_scale(self) -> bool:
-        """Whether numbers beyond some size are cut off, whatever else there is to send."""
+        """Whether the scale does not depend on the data, so that numbers beyond some size saturate."""
         return False
 
     def agreed_before(self, offset: int) -> int:
-        """How many of a vector's agreed integers are of blocks that end before an offset."""
+        """Return how many of a vector's agreed integers belong to blocks that end before an offset."""
         del offset
         return 0
 
     def summary(self, x: Tensor, world: int = 1) -> Tensor:
-        """Those integers, for this rank's x: [..., agreement(n)], uint8 or int32.
+        """Return the integers to agree on, for this rank's x: [..., agreement(n)], uint8 or int32.
 
         Take their maximum over all ranks, element by element, and pass it to `encode` as `shared`.
         """
         del x, world
-        raise CodecError(f"{self.spec} needs no agreement between ranks: call encode at once")
+        raise CodecError(f"{self.spec} needs no agreement between ranks: call encode without summary")
 
     def summaries(self, x: Tensor, segments: Segments, world: int = 1, reach: Tensor | None = None) -> Tensor:
-        """`summary` of every segment of a flat vector, one after another.
+        """Return the `summary` of every segment of a flat vector, concatenated.
 
-        With `reach`, numbers of a segment may grow by so much before they are encoded.
+        `reach` holds, for each segment, how much its numbers may grow before they are encoded.
         """
-        found = []
+        integers = []
         for i, (plan, start) in enumerate(zip(segments.plans, segments.starts, strict=True)):
             values = x[start : start + plan.numel].float()
             if reach is not None:
                 values = values + torch.copysign(reach[i], values)
-            found.append(self.summary(values, world))
-        return torch.cat(found)
+            integers.append(self.summary(values, world))
+        return torch.cat(integers)
 
-    # What a codec writes: rows [rows, n] and wires [rows, nbytes], checked, contiguous, not empty, with tags
+    # What a codec defines, on rows [rows, n] and wires [rows, nbytes]: checked, contiguous, not empty, tagged
 
     @abc.abstractmethod
     def _encode(
@@ -211,4 +211,4 @@ class Described(abc.ABC):
 
 def _tag(name: str, numel: int) -> int:
     value = zlib.crc32(f"{name} {numel}".encode())
-    return value - (value >> 31 << 32)  # as a signed number, which tensors and kernels take
+    return value - (value >> 31 << 32)  # as a signed number, which tensors and kernels need

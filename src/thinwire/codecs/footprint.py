@@ -1,4 +1,4 @@
-"""How many bytes a network's gradient takes on the wire, tensor by tensor, without any data."""
+"""The bytes of a network's gradient on the wire, tensor by tensor, computed without any data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from thinwire.codecs.onebit import OneBitColumn
 
 #: QSGD and the communication study of Grubic et al. (2018) leave smaller tensors in float32.
 MIN_NUMEL = 10_000
-#: What the study compares, by the names used there.
+#: The codecs that the study compares, by its names for them.
 STUDY = {
     "32bit": "fp32",
     "1bit": "onebit/column+ef",
@@ -23,14 +23,14 @@ STUDY = {
 
 
 def least_numel(codec: Codec) -> int:
-    """The study's rule for small tensors; CNTK's column-wise 1-bit and plain casts take every tensor."""
+    """Return the study's limit for small tensors; CNTK's column-wise 1-bit and plain casts have none."""
     return 0 if isinstance(codec, Cast | OneBitColumn) else MIN_NUMEL
 
 
 def footprint(
     shapes: Mapping[str, Sequence[int]], codec: Codec, min_numel: int | None = None
 ) -> dict[str, Any]:
-    """Bytes of one gradient, every tensor encoded on its own.
+    """Return the bytes of one gradient, with every tensor encoded separately.
 
     Tensors of fewer than `min_numel` elements stay float32; by default as in the study (`least_numel`).
 

@@ -7,17 +7,17 @@ from thinwire.codecs.base import Section, section
 from thinwire.codecs.blocked import Blocked
 from thinwire.errors import CodecError
 from thinwire.formats.base import MODES
-from thinwire.kernels.params import MINMAX, BlockParams, GridParams, WirePlan, packed_nbytes
+from thinwire.kernels.params import MINMAX, BlockParams, GridParams, WireLayout, packed_nbytes
 from thinwire.rounding import Rounding
 
 
 @dataclass(frozen=True)
 class MaxMin(Blocked):
-    """`bits` bits for the steps from the block's minimum; two numbers for every block.
+    """Each element as a number of steps above the block's minimum, in `bits` bits; two numbers per block.
 
     Wire: [codes: bits x elements][units: float32 x blocks][minima: float32 x blocks][tag]
 
-    Zero is in general no step, so zeros do not stay zero.
+    Zero usually lies between two steps, so zeros do not stay zero.
     """
 
     bits: int = 4
@@ -61,7 +61,7 @@ class MaxMin(Blocked):
         blocks = -(-numel // self.block)
         return (
             section(
-                "codes", f"step {0}..{2**self.bits - 1}", self.bits, numel, packed_nbytes(numel, self.bits)
+                "codes", f"step 0..{2**self.bits - 1}", self.bits, numel, packed_nbytes(numel, self.bits)
             ),
             section("units", "float32", 32, blocks),
             section("minima", "float32", 32, blocks),
@@ -73,7 +73,7 @@ class MaxMin(Blocked):
         mode = MODES[Rounding(self.rounding)]
         return BlockParams(GridParams(self.bits, 0, 0, top), mode, self.block, MINMAX, float(top))
 
-    def _made(self, numel: int) -> WirePlan:
+    def _made(self, numel: int) -> WireLayout:
         codes, units, *_ = self.sections(numel)
         at = (codes.nbytes, codes.nbytes + units.nbytes)
-        return WirePlan(numel, self.nbytes(numel), *at, self.tag(numel))
+        return WireLayout(numel, self.nbytes(numel), *at, self.tag(numel))

@@ -1,8 +1,8 @@
-"""How specs call formats and block codecs; formats of users get names of their own.
+"""Names of formats and block codecs in specs, and of formats that users define.
 
-A spec must say all that a codec does: policies, calls between ranks and checkpoints know codecs by nothing
-else. A format that is in no listing is called by its label and a check sum of what it is, such as
-`mine#8a3f01c2`, and remembered: from then on specs with that name are found, in this process.
+A spec must describe a codec completely: policies, collectives and checkpoints store nothing else. A format
+that is in no listing is named by its label and a checksum of its fields, such as `mine#8a3f01c2`. This
+process remembers the format, so that it can parse specs with that name.
 """
 
 import re
@@ -16,7 +16,7 @@ from thinwire.formats import get as get_format
 from thinwire.rounding import Rounding
 from thinwire.scaling import Scaling
 
-#: Short names for formats; a format's canonical spec uses the first that means it.
+#: Short names for formats; a format's canonical spec uses the first that stands for it.
 ALIASES = {
     "e4m3fn": "float8_e4m3fn",
     "fp8": "float8_e4m3fn",
@@ -31,15 +31,15 @@ ALIASES = {
     "mantissa8": "mantissa",
 }
 STORES = {"f32": "float32", "bf16": "bfloat16", "e8m0": "e8m0"}
-WHOLE = "tensor"  #: in place of a block: one scale for all of it
-#: Elements that share a scale, where a spec is a name and nothing else; other formats have one scale.
+WHOLE = "tensor"  #: in place of a block length: one scale for the whole vector
+#: Block lengths of specs that are only a name; other formats have one scale for the whole vector.
 BLOCKS = {"int8": 256, "int4": 128, "fp8": 128}
-TAKEN = ("sign", "nuqsgd4")  #: formats whose names mean another codec
-OWN: dict[str, Format] = {}  #: formats of users, by the names that specs have for them
+TAKEN = ("sign", "nuqsgd4")  #: names of formats that mean another codec in a spec
+OWN: dict[str, Format] = {}  #: formats that users define, by their names in specs
 
 
 def digest(thing: Any) -> str:
-    """A check sum of what a format or a codec is: its class and whatever it is compared by."""
+    """Return a checksum of a format or a codec: of its class and of the fields that it is compared by."""
     return f"{zlib.crc32(repr(_said(thing)).encode()):08x}"
 
 
@@ -54,19 +54,19 @@ def _said(thing: Any) -> Any:
 
 
 def format_of(name: str) -> Format:
-    """The format that a spec means by a name."""
+    """Return the format that a name means in a spec."""
     if name in OWN:
         return OWN[name]
     if "#" in name:
         raise UnknownFormatError(
-            f"'{name}' is a format of somebody's own, which this process has not met; pass the Format itself "
-            "once, to codecs.get or to whatever takes a codec"
+            f"'{name}' is a user's own format, which this process does not know; pass the Format itself "
+            "once, to codecs.get or wherever a codec is accepted"
         )
     return get_format(ALIASES.get(name, name))
 
 
 def name_of(format: Format) -> str:
-    """What specs call a format."""
+    """Return the name of a format in specs."""
     for alias, name in ALIASES.items():
         if FORMATS[name] == format:
             return alias
@@ -85,7 +85,7 @@ def _is_known(format: Format) -> bool:
 
 
 def block_spec(format: Format, block: int | None, rounding: Rounding | str, scaling: Scaling) -> str:
-    """The canonical spec of a block codec that is no recipe."""
+    """Return the canonical spec of a block codec that has no label."""
     options = ""
     if scaling.choose in ("percentile", "rms", "cells", "fixed"):
         word = {"percentile": "p", "fixed": "offset"}.get(scaling.choose, scaling.choose)
@@ -103,12 +103,12 @@ def block_spec(format: Format, block: int | None, rounding: Rounding | str, scal
 
 
 def shortest(value: float) -> str:
-    """A number of an option."""
+    """Return a number as options spell it."""
     return str(int(value)) if value == int(value) else repr(float(value))
 
 
 def spell(number: float) -> str:
-    """A number as specs have it: short, exact, and without the plus sign that starts the feedback.
+    """Return a number as specs spell it: short, exact, and without a plus sign, which starts the feedback.
 
     >>> spell(0.01), spell(1.0), spell(1e20), spell(1 / 3)
     ('0.01', '1', '1e20', '0.3333333333333333')

@@ -1,4 +1,4 @@
-"""One bit to an element: 1-bit SGD (Seide et al. 2014, as in CNTK) and the scaled sign.
+"""One bit per element: 1-bit SGD (Seide et al. 2014, as in CNTK) and the scaled sign.
 
 Both are biased and meant to be used with error feedback.
 """
@@ -15,7 +15,7 @@ from thinwire import kernels
 from thinwire.codecs.base import Codec, Section, section
 from thinwire.errors import CodecError
 from thinwire.kernels import block_reference, onebit_reference
-from thinwire.kernels.params import Draw, Segments, SignPlan, packed_nbytes
+from thinwire.kernels.params import Draw, Segments, SignLayout, packed_nbytes
 from thinwire.rounding import Stream
 
 THRESHOLDS = ("zero", "mean", "sign")
@@ -27,9 +27,10 @@ class OneBit(Codec):
 
     Wire: [bits: 1 x elements][low: float32 x blocks, unless scaled sign][high: float32 x blocks][tag]
 
-    Threshold "zero": an element is at least 0 or not, and becomes the mean of its kind, as CNTK does by
-    default. "mean": it is at least the block's mean or not, and becomes the mean plus or minus the mean
-    deviation. "sign": it becomes plus or minus the mean magnitude, and one number is enough.
+    A bit says whether an element reaches the threshold. With "zero", the threshold is 0, and an element
+    decodes to the mean of the elements with the same bit, as in CNTK by default. With "mean", it is the
+    block's mean, and an element decodes to the mean plus or minus the mean deviation. With "sign", an
+    element decodes to plus or minus the mean magnitude, so that one number is enough.
     """
 
     block: int = 512  #: a power of two from 64 to 65536
@@ -69,18 +70,18 @@ class OneBit(Codec):
         return bits, section("low", "float32", 32, blocks), high
 
     @functools.cached_property
-    def _plans(self) -> dict[int, SignPlan]:
+    def _plans(self) -> dict[int, SignLayout]:
         return {}
 
-    def plan(self, numel: int) -> SignPlan:
+    def plan(self, numel: int) -> SignLayout:
         if numel not in self._plans:
             bits, first, *_ = self.sections(numel)
             low = -1 if self.threshold == "sign" else bits.nbytes
             high = bits.nbytes + (first.nbytes if low >= 0 else 0)
-            self._plans[numel] = SignPlan(numel, self.block, self.nbytes(numel), low, high, self.tag(numel))
+            self._plans[numel] = SignLayout(numel, self.block, self.nbytes(numel), low, high, self.tag(numel))
         return self._plans[numel]
 
-    def _plan(self, numel: int) -> SignPlan:
+    def _plan(self, numel: int) -> SignLayout:
         return self.plan(numel)
 
     @property
@@ -154,12 +155,12 @@ class OneBitColumn(Codec):
 
     Wire: [words: 32 rows x words of each column][low: float32 x columns][high: float32 x columns][tag]
 
-    A column of M rows takes W = ceil(M / 32) words; word i holds rows i, i + W, i + 2W, ... A matrix
-    (out, in) has columns over `out`, a convolution (out, in, height, width) over its kernel's width, as
-    CNTK views them; a vector is one column. `for_shape` says which it is.
+    A column of M rows takes W = ceil(M / 32) words; word i holds rows i, i + W, i + 2W, ... The columns of
+    a matrix (out, in) run over `out`. Those of a convolution (out, in, height, width) run over its
+    kernel's width, as in CNTK. A vector is one column. `for_shape` chooses between them.
     """
 
-    rows: int | None = None  #: the height of a column; None: the whole vector is one
+    rows: int | None = None  #: elements of a column; None: the whole vector is one column
     strided: bool = False  #: whether columns run over the first dimension of a matrix
     threshold: str = "zero"
 

@@ -1,7 +1,7 @@
-"""Codecs that no spec describes: classes of users, known by name once they were used.
+"""Codecs that no spec describes: classes that users define, known by name after their first use.
 
-The name of a codec must say what it does, since policies, calls and checkpoints keep nothing else. Ranks also
-compare `identity`, which has the class and all fields of such a codec.
+The name of a codec must identify it, because policies, collectives and checkpoints store nothing else. Ranks
+also compare `identity`, which includes the class and all fields of such a codec.
 """
 
 from dataclasses import fields
@@ -10,11 +10,11 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.names import digest
 from thinwire.errors import CodecError
 
-CODECS: dict[str, Codec] = {}  #: without feedback, by name
+CODECS: dict[str, Codec] = {}  #: codecs that users define, without feedback, by name
 
 
 def remember(codec: Codec) -> None:
-    """From now on its spec leads to it; a class that was defined anew takes the place of the old one."""
+    """Register a codec by its name; a class that was defined again replaces the old one."""
     before = CODECS.get(codec.name)
     plain = codec.with_feedback("")
     if before is not None and before != plain and _place(before) != _place(plain):
@@ -23,19 +23,19 @@ def remember(codec: Codec) -> None:
 
 
 def taken(codec: Codec, other: Codec) -> CodecError:
-    """That a codec calls itself as another one does."""
+    """Return the error for a codec that has another codec's name."""
     return CodecError(
-        f"this {type(codec).__name__} calls itself '{codec.name}', the name of another codec, a "
-        f"{type(other).__name__}; a name says all that a codec does, so give it one of its own"
+        f"this {type(codec).__name__} is named '{codec.name}', the name of another codec, a "
+        f"{type(other).__name__}; a name must identify a codec, so choose another one"
     )
 
 
 def identity(codec: Codec) -> str:
-    """What ranks compare: the spec and, for classes of users, a check sum of their fields."""
+    """Return what ranks compare: the spec and, for classes that users define, a checksum of their fields."""
     return f"{codec.spec} ({digest(codec)})" if codec.name in CODECS else codec.spec
 
 
 def _place(codec: Codec) -> tuple[object, ...]:
-    """Where a class is defined, and the fields of an object."""
+    """Return where the codec's class is defined, and the values of the codec's fields."""
     values = [getattr(codec, each.name) for each in fields(codec)]
     return type(codec).__module__, type(codec).__qualname__, values

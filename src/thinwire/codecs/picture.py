@@ -1,4 +1,4 @@
-"""What codecs cost against what they lose, as a picture."""
+"""A plot of codecs: bits per element against error."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.errors import MissingDependencyError
 from thinwire.files import check_picture, writing
 
-#: Families by the start of a spec, for colours; the first that fits.
+#: Families of codecs, for colours, by the start of a spec; the first match counts.
 FAMILIES = {
     "casts": ("fp32", "fp16", "bf16"),
     "MX, NV": ("mx", "nv"),
@@ -19,22 +19,22 @@ FAMILIES = {
     "Dettmers": ("tree8", "linear8", "static8", "mantissa8"),
     "blocks": ("",),
 }
-COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C9")  #: of families; C7 is a grey, as others are
+COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C9")  #: of families; C7 is left out, as it is grey
 GREY = "0.72"
-#: Where a name may stand, in points from its dot: beside it, a little above, a little below.
+#: Positions of a label, in points from its dot: beside it, a little above, a little below.
 PLACES = tuple((side * 5, up * 7 - 2) for up in (0, 1, -1) for side in (1, -1))
-#: Those that were asked for may stand further away, at the end of a line.
+#: More positions for labels of requested codecs: further away, with a line to the dot.
 FURTHER = tuple((side * 12, up * 9) for up in (2, -2, 3, -3, 4, -4) for side in (1, -1))
 LINE = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-CLEAR = 3.0  #: pixels that a name keeps away from dots and from other names
+CLEAR = 3.0  #: pixels between a label and dots or other labels
 
 Row = dict[str, Any]
 
 
 def plot(table: Sequence[Row], path: Path, others: Sequence[Row] = ()) -> None:
-    """Bits per element against error, for the first data set in a table of `accuracy.error_table`.
+    """Plot bits per element against error, for the first data set in a table of `accuracy.error_table`.
 
-    `others` are rows of codecs that were not asked for; they are drawn in grey, to compare with.
+    `others` are rows of codecs that were not requested; they are drawn in grey, for comparison.
     """
     check_picture(path)
     figure = draw(table, others)
@@ -46,7 +46,7 @@ def plot(table: Sequence[Row], path: Path, others: Sequence[Row] = ()) -> None:
 
 
 def draw(table: Sequence[Row], others: Sequence[Row] = ()) -> Any:
-    """The figure of `plot`."""
+    """Return the figure of `plot`."""
     try:
         import matplotlib
     except ImportError:
@@ -87,21 +87,21 @@ def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
 
 
 def _title(data: str, absent: Sequence[str]) -> str:
-    """The data, and codecs that a logarithmic axis has no place for."""
-    return data + (f"; without loss, and so not drawn: {', '.join(absent)}" if absent else "")
+    """Return the title: the data, and the codecs that a logarithmic axis cannot show."""
+    return data + (f"; not drawn, since lossless or not finite: {', '.join(absent)}" if absent else "")
 
 
 def _name(figure: Any, axes: Any, shown: Sequence[Row], grey: Sequence[Row]) -> None:
-    """Write names beside dots, those that were asked for first; one without room is left out.
+    """Write labels beside dots, those of requested codecs first; a label without room is left out.
 
-    A name stands nearer to its own dot than to any other, or is joined to it by a line.
+    A label is nearer to its own dot than to any other, or a line joins it to its dot.
     """
     from matplotlib.text import Text
 
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     inside = axes.get_window_extent(renderer)
-    taken = [axes.get_legend().get_window_extent(renderer)]
+    occupied = [axes.get_legend().get_window_extent(renderer)]
     dots = [axes.transData.transform(place) for place in zip(*_places([*shown, *grey]), strict=True)]
     asked, others = {"fontsize": 8}, {"fontsize": 6.5, "color": "0.55"}
     for rows, places, style in ((shown, PLACES + FURTHER, asked), (grey, PLACES, others)):
@@ -114,18 +114,18 @@ def _name(figure: Any, axes: Any, shown: Sequence[Row], grey: Sequence[Row]) -> 
                     ha="left" if place[0] > 0 else "right", arrowprops=line, **style,
                 )  # fmt: skip
                 note.update_positions(renderer)
-                box = Text.get_window_extent(note, renderer)  # of the name, without its line
+                box = Text.get_window_extent(note, renderer)  # of the label, without its line
                 nearest = min(_distance(box, each) for each in dots)
-                is_clear = nearest > CLEAR and not any(box.padded(CLEAR).overlaps(each) for each in taken)
-                is_told = line is not None or nearest == _distance(box, axes.transData.transform(dot))
-                if is_clear and is_told and inside.x0 < box.x0 and box.x1 < inside.x1:
-                    taken.append(box)
+                is_clear = nearest > CLEAR and not any(box.padded(CLEAR).overlaps(each) for each in occupied)
+                is_unambiguous = line is not None or nearest == _distance(box, axes.transData.transform(dot))
+                if is_clear and is_unambiguous and inside.x0 < box.x0 and box.x1 < inside.x1:
+                    occupied.append(box)
                     break
                 note.remove()
 
 
 def _distance(box: Any, dot: Any) -> float:
-    """Pixels from a dot to a name."""
+    """Return the pixels from a dot to a label."""
     x, y = map(float, dot)
     return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
 

@@ -1,6 +1,7 @@
-"""Rows of different lengths in one call: what schedules use. Flat tensors, checked by whoever made them.
+"""Calls on segments, which schedules use: rows of different lengths in one call.
 
-The calls here go through rows, one after another; codecs with kernels for segments have faster ones.
+Tensors are flat, and the caller has checked them. The methods here work row by row; codecs with kernels for
+segments have faster ones.
 """
 
 import math
@@ -14,21 +15,21 @@ from torch import Tensor
 
 from thinwire.codecs.described import Described
 from thinwire.errors import WireError
-from thinwire.kernels.params import Draw, Segments, SignPlan, WirePlan
+from thinwire.kernels.params import Draw, Segments, SignLayout, WireLayout
 from thinwire.rounding import Stream
 
-Run: TypeAlias = Callable[[Draw | None], None]  #: a call that is ready, but for its random numbers
+Run: TypeAlias = Callable[[Draw | None], None]  #: a prepared call, which needs only its random numbers
 
 
 class Segmented(Described):
-    """The calls on segments, by way of rows."""
+    """The calls on segments, row by row."""
 
     def _wires(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
     ) -> None:
-        """A wire for every row: its tag, which no codec has to think of, and before it what `_encode` writes.
+        """Write a wire for every row: its tag, unless the codec does that, and what `_encode` writes.
 
-        The tag comes first, as a codec with feedback may decode what it has just written.
+        The tag is written first, because a codec with feedback may decode its own wire.
         """
         if self.tagged and not self._writes_tags:
             write_tags(wire, self.tag(x.shape[1]))
@@ -36,21 +37,21 @@ class Segmented(Described):
 
     @property
     def _writes_tags(self) -> bool:
-        """Whether the kernels behind `_encode` write tags, too, which saves a call."""
+        """Whether the kernels of `_encode` also write tags, which saves a call."""
         return False
 
-    def plan(self, numel: int) -> WirePlan | SignPlan:
-        """Where things lie in the wire of so many elements; for most codecs only its length and its tag."""
-        return WirePlan(numel, self.nbytes(numel), 0, 0, self.tag(numel) if self.tagged else 0)
+    def plan(self, numel: int) -> WireLayout | SignLayout:
+        """Return the layout of the wire of `numel` elements; for most codecs only its length and its tag."""
+        return WireLayout(numel, self.nbytes(numel), 0, 0, self.tag(numel) if self.tagged else 0)
 
     def reads(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the calls on segments take vectors of this dtype as they are."""
+        """Whether the calls on segments read vectors of this dtype without conversion."""
         del device
         return dtype == torch.float32
 
     @property
     def reduces_segments(self) -> bool:
-        """Whether `reduce_segments` is there: one pass from wires to the wire of their sum."""
+        """Whether the codec has `reduce_segments`: one pass from wires to the wire of their sum."""
         return False
 
     def encode_segments(
@@ -63,15 +64,15 @@ class Segmented(Described):
         residual: Tensor | None = None,
         shared: Tensor | None = None,
     ) -> None:
-        """Every segment of a flat vector into its wire, as `encode` does it row by row.
+        """Encode every segment of a flat vector into its wire, as `encode` does row by row.
 
-        `residual` is flat too; what of it is not finite becomes zero. `shared` holds the agreed integers of
-        all segments, one after another.
+        `residual` is flat too; its elements that are not finite become zero. `shared` holds the agreed
+        integers of all segments, concatenated.
         """
         for run in alike(segments):
             numel, rows = run.plan.numel, run.rows
             values = rows_of(x[run.start : run.start + rows * numel].view(rows, numel))
-            held = (
+            residuals = (
                 None if residual is None else residual[run.held : run.held + rows * numel].view(rows, numel)
             )
             agreed = None
@@ -83,10 +84,10 @@ class Segmented(Described):
                 assert draw is not None
                 rng = Stream(draw.seed, draw.step, run.tensor, draw.rank)
             places = [wire[at : at + run.plan.nbytes] for at in run.wires]
-            made = places[0].view(1, -1) if rows == 1 else wire.new_empty((rows, run.plan.nbytes))
-            self._wires(values, made, rng, held, agreed)
+            encoded = places[0].view(1, -1) if rows == 1 else wire.new_empty((rows, run.plan.nbytes))
+            self._wires(values, encoded, rng, residuals, agreed)
             if rows > 1:
-                torch._foreach_copy_(places, list(made))
+                torch._foreach_copy_(places, list(encoded))
         if residual is not None:
             torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
 
@@ -99,13 +100,13 @@ class Segmented(Described):
         count: int = 1,
         stride: int = 0,
     ) -> None:
-        """Every segment's wire into a flat vector; of `count` wires, `stride` bytes apart, their sum."""
+        """Decode every segment's wire into a flat vector; of `count` wires, `stride` bytes apart, the sum."""
         self.check_tags(wires, segments, count, stride)
         for plan, start, at in zip(segments.plans, segments.starts, segments.wires, strict=True):
             values = out[start : start + plan.numel].view(1, -1)
             for k in range(count):
-                here = wires[at + k * stride : at + k * stride + plan.nbytes]
-                self._decode(here.view(1, -1), values, weight, add=k > 0)
+                wire = wires[at + k * stride : at + k * stride + plan.nbytes]
+                self._decode(wire.view(1, -1), values, weight, add=k > 0)
 
     def reduce_segments(
         self,
@@ -119,13 +120,13 @@ class Segmented(Described):
         *,
         residual: Tensor | None = None,
     ) -> None:
-        """`count` wires of every segment, `stride` bytes apart, to the wire of their sum, in its place."""
+        """Encode the sum of `count` wires of every segment, `stride` bytes apart, into the segment's wire."""
         raise NotImplementedError
 
-    # The same calls with everything looked up before: for tensors that stay where they are
+    # The same calls, prepared once: for tensors that stay at the same addresses
 
     def encoder(self, x: Tensor, wire: Tensor, segments: Segments, residual: Tensor | None) -> Run:
-        """`encode_segments` of these very tensors, to be called at every step."""
+        """Return `encode_segments` bound to these tensors, to be called at every step."""
 
         def run(draw: Draw | None) -> None:
             self.encode_segments(x, wire, segments, draw, residual=residual)
@@ -135,7 +136,7 @@ class Segmented(Described):
     def decoder(
         self, wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
     ) -> Run:
-        """`decode_segments` of these very tensors."""
+        """Return `decode_segments` bound to these tensors."""
 
         def run(_: Draw | None) -> None:
             self.decode_segments(wires, out, segments, weight, count, stride)
@@ -152,7 +153,7 @@ class Segmented(Described):
         stride: int,
         residual: Tensor | None,
     ) -> Run:
-        """`reduce_segments` of these very tensors."""
+        """Return `reduce_segments` bound to these tensors."""
 
         def run(draw: Draw | None) -> None:
             self.reduce_segments(wires, out, segments, weight, count, stride, draw, residual=residual)
@@ -160,7 +161,7 @@ class Segmented(Described):
         return run
 
     def check_tags(self, wires: Tensor, segments: Segments, count: int = 1, stride: int = 0) -> None:
-        """Refuse wires of another codec or length; on a GPU, where looking would stall, they become NaN."""
+        """Refuse wires of another codec or length. On a GPU a check would stall, so they decode to NaN."""
         if not self.tagged or wires.device.type != "cpu" or not segments.plans:
             return
         if "tags" not in segments.known:
@@ -168,9 +169,9 @@ class Segmented(Described):
             tags = np.array([plan.tag for plan in segments.plans], np.int64).astype(np.int32)
             segments.known["tags"] = np.array(ends) // 4 - 1, tags
         ends, tags = segments.known["tags"]
-        held = wires.numpy().view(np.int32)
+        words = wires.numpy().view(np.int32)
         for k in range(count):
-            wrong = held[ends + k * stride // 4] != tags
+            wrong = words[ends + k * stride // 4] != tags
             if wrong.any():
                 numel = segments.plans[int(wrong.argmax())].numel
                 raise WireError(
@@ -180,7 +181,7 @@ class Segmented(Described):
 
 
 def write_tags(wire: Tensor, tag: int) -> None:
-    """The last four bytes of every row."""
+    """Write the tag into the last four bytes of every row."""
     wire.view(torch.int32)[:, -1] = tag
 
 
@@ -188,7 +189,7 @@ def write_tags(wire: Tensor, tag: int) -> None:
 class Alike:
     """Segments that are rows of one matrix: a codec encodes them in one call."""
 
-    plan: WirePlan | SignPlan
+    plan: WireLayout | SignLayout
     rows: int
     start: int
     held: int
@@ -197,7 +198,7 @@ class Alike:
 
 
 def alike(segments: Segments) -> Iterator[Alike]:
-    """Neighbouring segments of one tensor and length, joined."""
+    """Join neighbouring segments of one tensor and length."""
     if "alike" not in segments.known:
         segments.known["alike"] = tuple(_alike(segments))
     yield from segments.known["alike"]
@@ -208,14 +209,14 @@ def _alike(segments: Segments) -> Iterator[Alike]:
     count = len(segments.plans)
     for i in range(1, count + 1):
         numel, length = segments.plans[first].numel, i - first
-        goes_on = (
+        continues = (
             i < count
             and segments.plans[i].numel == numel
             and segments.tensors[i] == segments.tensors[first]
             and segments.rows[i] == segments.rows[first] + length
             and segments.starts[i] == segments.starts[first] + length * numel
         )
-        if not goes_on:
+        if not continues:
             where = segments.wires[first:i]
             held, tensor = segments.held[first], segments.tensors[first]
             yield Alike(segments.plans[first], length, segments.starts[first], held, tensor, where)
@@ -223,7 +224,7 @@ def _alike(segments: Segments) -> Iterator[Alike]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., n] as contiguous [rows, n]; float32 on a CPU, whose kernels read nothing else."""
+    """Return [..., n] as contiguous [rows, n]; float32 on a CPU, whose kernels read nothing else."""
     x = x.resolve_neg()
     if x.device.type == "cpu":
         x = x.float()

@@ -1,19 +1,19 @@
-"""Sparse codecs: a few elements with their places, and zero for all others.
+"""Sparse codecs: they send a few elements with their indices; all others decode to zero.
 
 Wire: [count: uint32, with a threshold][indices: ceil(log2 n) bits x k][values: their own codec's wire][tag]
 
-Indices ascend. What is chosen goes through a codec of its own, any of them; by default a plain float32
-cast. All of these are meant to be used with error feedback, except `RandomK` when it is unbiased.
+Indices ascend. Another codec encodes the chosen values; it can be any codec, and by default is a float32
+cast. Use sparse codecs with error feedback, except `RandomK` when it is unbiased.
 
 | codec | chooses |
 |---|---|
 | `TopK` | the k largest magnitudes (Aji and Heafield 2017) |
 | `MSTopK` | about the k largest, by bisecting a threshold (Shi et al. 2020) |
-| `RandomK` | one element at random of each of k equal parts (Stich et al. 2018); sends a key, not indices |
-| `Threshold` | all from a magnitude on, up to a capacity (after Strom 2015) |
+| `RandomK` | one random element of each of k equal parts (Stich et al. 2018); sends a key, not indices |
+| `Threshold` | all that reach a magnitude, up to a capacity (after Strom 2015) |
 
-NaN and infinities have the largest patterns, so they are chosen first: a vector that is not finite never
-arrives as one that is.
+NaN and infinities have the largest bit patterns, so they are chosen first: a vector that is not finite
+never decodes to a finite one.
 
     >>> from thinwire.codecs import TopK
     >>> x = torch.tensor([0.5, -3.0, 0.0, 2.0, -0.25, 1.0, 0.0, 0.0])
@@ -41,15 +41,15 @@ from thinwire.errors import CodecError, WireError
 from thinwire.formats import Format
 from thinwire.kernels import reference, select
 from thinwire.kernels.params import packed_nbytes
-from thinwire.kernels.select import IndexPlan, Places, put
+from thinwire.kernels.select import IndexLayout, Places, put
 from thinwire.rounding import Stream
 
 FP32 = Cast("fp32")
-ROUNDS = 30  # of bisection, unless told otherwise
+ROUNDS = 30  # of bisection, by default
 
 
 def inner(values: Codec | Format | str) -> Codec:
-    """The codec of a sparse codec's values, from a spec or a format if need be."""
+    """Return the codec of a sparse codec's values, given as a codec, a spec or a format."""
     if not isinstance(values, Codec):
         from thinwire import codecs
 
@@ -62,28 +62,28 @@ def inner(values: Codec | Format | str) -> Codec:
 
 
 def suffix(values: Codec) -> str:
-    """How values are named at the end of a spec: not at all if they are float32."""
+    """Return the end of a spec, which names the codec of the values; empty for float32."""
     return "" if values == FP32 else f"~{values.name}"
 
 
 @functools.lru_cache(4096)
 def part(fraction: float, numel: int) -> int:
-    """A fraction of so many elements, rounded up: at least one if there are any. 0.07 of 100 is 7, not 8."""
+    """Return a fraction of `numel`, rounded up; at least 1 unless `numel` is 0. 0.07 of 100 is 7, not 8."""
     return max(min(1, numel), math.ceil(Fraction(repr(float(fraction))) * numel))
 
 
 def check_fraction(fraction: float, what: str) -> None:
     if not 0 < fraction <= 1:
-        raise CodecError(f"{what} is more than 0 and at most 1, not {fraction}")
+        raise CodecError(f"{what} must be more than 0 and at most 1, not {fraction}")
 
 
 def index_bits(numel: int) -> int:
-    """Bits of a place among so many."""
+    """Return the bits of an index below `numel`."""
     return max(1, (numel - 1).bit_length())
 
 
 class _Sparse(Codec):
-    """What all of them share: choose, write the places, hand the values on."""
+    """The base of sparse codecs: choose elements, write their indices, encode their values."""
 
     values: Codec | Format | str
 
@@ -113,11 +113,11 @@ class _Sparse(Codec):
 
     @abc.abstractmethod
     def _chosen(self, numel: int) -> int:
-        """How many values are in the wire."""
+        """Return the number of values in the wire."""
 
     @abc.abstractmethod
     def _head(self, numel: int) -> tuple[Section, ...]:
-        """What tells the places."""
+        """Return the sections from which a decoder gets the indices."""
 
     @abc.abstractmethod
     def _choose(self, u: Tensor, rng: Stream | None) -> Places: ...
@@ -127,21 +127,21 @@ class _Sparse(Codec):
         return (*self._head(numel), section("values", self._values.spec, 8, nbytes))
 
     def _parts(self, numel: int) -> dict[str, slice]:
-        """Where each section lies, padding included."""
-        found, at = {}, 0
+        """Return the byte range of each section, padding included."""
+        ranges, at = {}, 0
         for each in self.sections(numel):
-            found[each.name] = slice(at, at + each.nbytes)
+            ranges[each.name] = slice(at, at + each.nbytes)
             at += each.nbytes
-        return found
+        return ranges
 
-    def _layout(self, numel: int) -> IndexPlan:
-        """The same in numbers, worked out once."""
+    def _layout(self, numel: int) -> IndexLayout:
+        """Return the layout of the wire, computed once."""
         known = self.__dict__.setdefault("_layouts", {})
         if numel not in known:
-            at = {name: found.start for name, found in self._parts(numel).items()}
+            at = {name: span.start for name, span in self._parts(numel).items()}
             numbers = self._chosen(numel), index_bits(numel), self.nbytes(numel)
             where = at.get("count", -1), at.get("indices", -1), at["values"]
-            known[numel] = IndexPlan(numel, *numbers, *where, self._values == FP32, self.tag(numel))
+            known[numel] = IndexLayout(numel, *numbers, *where, self._values == FP32, self.tag(numel))
         return known[numel]
 
     def _encode(
@@ -151,17 +151,17 @@ class _Sparse(Codec):
         u = x.float() if residual is None else residual.add_(x)
         numel = u.shape[1]
         places = self._choose(u, rng)
-        own = rng if self._values.needs_rng else None
+        values_rng = rng if self._values.needs_rng else None
         plan, programs = self._layout(numel), select.gpu(u.device, numel)
         if programs and plan.indices_at >= 0:
             sent = programs.send(u, places, wire, plan, keep=residual is not None)
             if sent is not None:
                 values = wire[:, self._parts(numel)["values"]]
-                inside = self._values.encode(sent, own, out=values)
+                inside = self._values.encode(sent, values_rng, out=values)
                 if residual is not None:
                     programs.settle(residual, places, self._arrived(inside, numel, 1.0))
             return
-        inside = self._values.encode(self._sent(u, places), own)
+        inside = self._values.encode(self._sent(u, places), values_rng)
         wire[:, self._parts(numel)["values"]] = inside
         self._write(wire, places, numel, rng)
         if residual is not None:
@@ -169,27 +169,30 @@ class _Sparse(Codec):
 
     def _sent(self, u: Tensor, places: Places) -> Tensor:
         sent = u.gather(1, places.at)
-        sent = torch.where(sent.isnan(), torch.nan, sent)  # one pattern: devices add to NaN differently
+        sent = torch.where(sent.isnan(), torch.nan, sent)  # sums with NaN have other bits on each device
         return sent if places.count is None else torch.where(places.real, sent, 0.0)
 
     def _arrived(self, inside: Tensor, numel: int, weight: float) -> Tensor:
-        """What the wire of the values stands for, [rows, k]."""
+        """Decode the wire of the values to [rows, k]."""
         count = self._chosen(numel)
         if weight == 1:
             return self._values.decode(inside, count)
-        nothing = torch.zeros((inside.shape[0], count), device=inside.device)
-        return self._values.decode_add(inside, nothing, weight)
+        zeros = torch.zeros((inside.shape[0], count), device=inside.device)
+        return self._values.decode_add(inside, zeros, weight)
 
     def _write(self, wire: Tensor, places: Places, numel: int, rng: Stream | None) -> None:
-        """The places into the wire."""
+        """Write the indices into the wire."""
         del rng
         select.write(wire, places, self._layout(numel))
 
     def _read(self, wire: Tensor, numel: int) -> Places:
-        """The places from a wire; those that are none are refused, or marked where refusing would stall."""
+        """Read the indices from a wire; refuse invalid ones. On a GPU a check would stall, so mark them."""
         places = select.read(wire, self._layout(numel))
         if wire.device.type == "cpu" and places.bad is not None and bool(places.bad.any()):
-            raise WireError(f"this {self.spec} wire of {numel} elements has places that are none")
+            raise WireError(
+                f"this {self.spec} wire of {numel} elements has invalid indices: "
+                "out of range or not ascending"
+            )
         return places
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
@@ -213,7 +216,7 @@ class _Sparse(Codec):
 
 @dataclass(frozen=True)
 class TopK(_Sparse):
-    """The k = ceil(fraction * n) largest magnitudes, exactly; of equals the first.
+    """The k = ceil(fraction * n) largest magnitudes, exactly; ties go to the lower index.
 
     Wire: [indices: ceil(log2 n) bits x k][values: their own codec's wire][tag]
     """
@@ -246,14 +249,15 @@ class MSTopK(TopK):
 
     Wire: [indices: ceil(log2 n) bits x k][values: their own codec's wire][tag]
 
-    The search is between the mean magnitude and the largest; where at most k elements reach the mean,
-    between zero and the mean, where the original does not look. All that reach the smallest threshold with
-    at most k are sent, and of those between it and the largest threshold with more than k a contiguous
-    run, so that there are exactly k. The original starts the run at random, here it starts at the first:
-    the same vector always gives the same wire. The mean is taken over integers of 24 bits and does not
-    depend on the order of summation. Steps are equal, so one enormous element may ask for more rounds.
+    The search is between the mean magnitude and the largest. If at most k elements reach the mean, it is
+    between zero and the mean, which the original does not search. All elements that reach the smallest
+    threshold with at most k are sent. Below it, down to the largest threshold with more than k, a contiguous
+    run of elements is added, to make exactly k. The original starts the run at random. Here it starts at
+    the first element, so that the same vector always gives the same wire. The mean is computed over
+    integers of 24 bits and does not depend on the order of summation. Steps are equal, so one enormous
+    element may need more rounds.
 
-    `TopK` is exact and no slower here; this is for comparison with the paper.
+    `TopK` is exact and no slower here; `MSTopK` is for comparison with the paper.
     """
 
     rounds: int = ROUNDS
@@ -279,7 +283,7 @@ class Threshold(_Sparse):
 
     Wire: [count: uint32 x 1][indices: ceil(log2 n) bits x capacity][values: their own codec's wire][tag]
 
-    The wire always has room for ceil(capacity * n) elements, whose unused rest is zero.
+    The wire always has room for ceil(capacity * n) elements; the unused rest is zero.
     """
 
     threshold: float
@@ -315,10 +319,10 @@ class RandomK(_Sparse):
 
     Wire: [key: uint32 x 4][values: their own codec's wire][tag]
 
-    Part j is floor(j*n/k) to floor((j+1)*n/k) and at least one element long. The wire has the key of the
-    stream that drew the elements, so no index is sent; give all ranks the same `Stream.rank` and they
-    draw the same. If `unbiased`, the decoded element is multiplied by its part's length, which makes
-    the vector right on average (to the 2**-32 with which a word divides a part).
+    Part j is floor(j*n/k) to floor((j+1)*n/k) and at least one element long. The wire contains the key of
+    the stream that drew the elements, so no index is sent. Ranks with the same `Stream.rank` draw the same
+    elements. If `unbiased`, a decoded element is multiplied by its part's length, so that the vector is
+    right on average (up to 2**-32, the resolution of a random word).
     """
 
     fraction: float
@@ -382,10 +386,10 @@ def _indices(count: int, numel: int) -> Section:
 
 
 def _keys(rng: Stream | None, rows: int, device: torch.device) -> Tensor:
-    """A generator's key for every row [rows, 4], int64.
+    """Return a generator's key for every row: [rows, 4], int64.
 
-    It is the stream's with the third word turned over, so that places are not drawn with the words that
-    round the values, and the row's number added to the fourth.
+    It is the stream's key with the third word inverted, so that indices are not drawn with the words that
+    round the values. The row's number is added to the fourth word.
     """
     assert rng is not None
     first, second, third, fourth = rng.key

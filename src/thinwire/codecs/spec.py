@@ -4,11 +4,12 @@
     body    = name [ "/" argument ] { "~" option }
     residual = "bf16" | "8bit"
 
-`name` is a family below or any number format; the argument is a block length, a fraction or a format, as
-the family has it. A name alone means the same everywhere: `int8` is int8/256, `int4` is int4/128, `fp8` is
-e4m3fn/128 and `onebit` is onebit/512. Any other format has one scale for the whole vector, as with `/tensor`:
-its largest magnitude becomes the format's largest number, or 1 for posits, which are finest there. Only
-`~offset` fixes the scale: `~offset0` is a scale of 1, so that numbers too small or too large are lost.
+`name` is a family below or any number format. The argument is a block length, a fraction or a format,
+depending on the family. A name alone means the same everywhere: `int8` is int8/256, `int4` is int4/128, `fp8`
+is e4m3fn/128 and `onebit` is onebit/512. Any other format has one scale for the whole vector, as with
+`/tensor`: the vector's largest magnitude becomes the format's largest number, or 1 for posits, which are
+finest there. Only `~offset` fixes the scale: `~offset0` is a scale of 1, so that numbers too small or too
+large are lost.
 
     int8/256             256 elements share a float32 scale; the same as int8
     int8/tensor          one scale for the whole vector
@@ -53,7 +54,7 @@ MX_SCALING = Scaling("floor", store="e8m0")
 
 @dataclass(frozen=True)
 class Parts:
-    """A body, cut at its slash and its tildes."""
+    """A body, split at its slash and its tildes."""
 
     text: str
     name: str
@@ -72,7 +73,7 @@ class Parts:
             raise self.refuse(f"{self.name} takes no '~{self.options[0]}'")
 
     def block(self, default: int | None = None, *, whole: bool = False) -> int | None:
-        """How many elements share a scale; None: all of them, where a family can have that (`whole`)."""
+        """Return the block length; None means the whole vector, which only some families accept (`whole`)."""
         if not self.argument:
             return default
         if whole and self.argument == WHOLE:
@@ -89,11 +90,11 @@ class Parts:
 
 
 def parse(spec: str) -> Codec:
-    """The codec of a spec."""
+    """Return the codec of a spec."""
     body, plus, ef = spec.partition("+")
     names = {"ef": "float32", **{f"ef:{short}": dtype for dtype, short in RESIDUALS.items() if short}}
     if plus and ef not in names:
-        raise UnknownCodecError(f"'{spec}': after '+' comes one of: {', '.join(names)}; not '{ef}'")
+        raise UnknownCodecError(f"'{spec}': after '+' use one of: {', '.join(names)}; not '{ef}'")
     head, *options = body.split("~")
     name, slash, argument = head.partition("/")
     if slash and not argument:
@@ -112,9 +113,9 @@ def _build(parts: Parts) -> Codec:
     if parts.name in FAMILIES:
         return FAMILIES[parts.name](parts)
     for pattern, build in WIDTHS.items():
-        found = re.fullmatch(pattern, parts.name)
-        if found:
-            return build(parts, int(found.group(1)))
+        match = re.fullmatch(pattern, parts.name)
+        if match:
+            return build(parts, int(match.group(1)))
     return _block(parts)
 
 
@@ -152,7 +153,7 @@ def _options(parts: Parts, rounding: Rounding, scaling: Scaling) -> tuple[Roundi
 
 
 def _no_option(option: str) -> str:
-    """The nearest option, or all of them."""
+    """Return the error text for an unknown option: with the nearest option, or all of them."""
     near = difflib.get_close_matches(option, re.findall(r"[a-z][a-z0-9.]+", OPTIONS), n=1)
     hint = f"did you mean '~{near[0]}'? docs/codecs.md lists all" if near else f"options: {OPTIONS}"
     return f"no option '~{option}'; {hint}"
@@ -165,7 +166,7 @@ OPTIONS = (
 )
 
 
-# Recipes on blocks
+# Block codecs with names of their own
 
 
 def _mx(parts: Parts) -> Block:
@@ -194,10 +195,10 @@ def _nvfp4(parts: Parts) -> Block:
 
 def _qsgd(parts: Parts, bits: int) -> Block:
     rounding, scaling = _options(parts, Rounding.STOCHASTIC, Scaling())
-    default = {2: 128, 16: 8192}.get(bits, 512)  # of the paper's experiments
+    default = {2: 128, 16: 8192}.get(bits, 512)  # as in the paper's experiments
     block = parts.block(None if scaling.shared else default, whole=True)
     if rounding != Rounding.STOCHASTIC or scaling.choose not in ("absmax", "l2"):
-        raise parts.refuse("QSGD rounds at random, by the largest magnitude (default) or ~l2")
+        raise parts.refuse("QSGD rounds at random and scales by the largest magnitude (default) or ~l2")
     label = (
         f"qsgd{bits}"
         + (f"/{block or WHOLE}" if block or not scaling.shared else "")
@@ -205,7 +206,9 @@ def _qsgd(parts: Parts, bits: int) -> Block:
         + "~shared" * scaling.shared
     )
     if scaling.store != "float32" or scaling.margin:
-        raise parts.refuse("QSGD's norms are plain float32; for others write it out, as in int4/512~sr~bf16")
+        raise parts.refuse(
+            "QSGD stores scales as float32; for other scales write a block codec, as in int4/512~sr~bf16"
+        )
     return Block(f"int{bits}", block, rounding, scaling, label=label)
 
 
@@ -227,7 +230,7 @@ def _terngrad(parts: Parts) -> Block:
         or scaling.margin
     ):
         raise parts.refuse(
-            "TernGrad rounds at random; ~rms2.5 clips at 2.5 standard deviations, ~shared agrees"
+            "TernGrad rounds at random; ~rms2.5 clips at 2.5 standard deviations, ~shared makes ranks agree"
         )
     block = parts.block(whole=True)
     label = "terngrad" + (f"/{block}" if block else "")
@@ -245,11 +248,11 @@ def _cntk(parts: Parts, bits: int) -> Block:
 
 def _aps(parts: Parts) -> Block:
     parts.no_options()
-    found = format_of(parts.argument) if parts.argument else None
-    if not isinstance(found, Float):
+    format = format_of(parts.argument) if parts.argument else None
+    if not isinstance(format, Float):
         raise parts.refuse("APS scales floats: write aps/e5m2, aps/e4m3, aps/e3m0, ...")
     scaling = Scaling("pow2", store="e8m0", shared=True, margin="world")
-    return Block(found, None, scaling=scaling, label=f"aps/{name_of(found)}")
+    return Block(format, None, scaling=scaling, label=f"aps/{name_of(format)}")
 
 
 def _fp8lm(parts: Parts) -> Block:
@@ -294,7 +297,7 @@ def _sign(parts: Parts) -> OneBit:
 
 
 def _values(parts: Parts, known: tuple[str, ...] = ()) -> tuple[Codec, list[str]]:
-    """The codec of a sparse codec's values, and the options that are the family's own."""
+    """Return the codec of a sparse codec's values, and the family's own options."""
     own = [option for option in parts.options if any(re.fullmatch(each, option) for each in known)]
     others = [option for option in parts.options if option not in own]
     try:
@@ -327,15 +330,15 @@ def _threshold(parts: Parts) -> Threshold:
 
 def _dct(parts: Parts) -> DctTopK:
     values, _ = _values(parts)
-    found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)(?:@([1-9]\d*)x([1-9]\d*))?", parts.argument, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)(?:@([1-9]\d*)x([1-9]\d*))?", parts.argument, re.ASCII)
+    if not match:
         raise parts.refuse("write dct/CHUNK:KEPT, as in dct/64:8")
-    chunk, kept, rows, columns = (int(each) if each else 0 for each in found.groups())
+    chunk, kept, rows, columns = (int(each) if each else 0 for each in match.groups())
     codec = DctTopK(chunk, kept, values)
     return codec.for_shape((rows, columns)) if rows else codec
 
 
-#: Families by name ...
+#: Families by name.
 FAMILIES: dict[str, Callable[[Parts], Codec]] = {
     **dict.fromkeys(DTYPES, _cast),
     **dict.fromkeys(MX, _mx),
@@ -351,7 +354,7 @@ FAMILIES: dict[str, Callable[[Parts], Codec]] = {
     "threshold": _threshold,
     "dct": _dct,
 }
-#: ... and by name and number of bits.
+#: Families by name and number of bits.
 WIDTHS: dict[str, Callable[[Parts, int], Codec]] = {
     r"qsgd(\d+)": _qsgd,
     r"nuqsgd(\d+)": _nuqsgd,
@@ -361,7 +364,7 @@ WIDTHS: dict[str, Callable[[Parts, int], Codec]] = {
 
 
 def _unknown(parts: Parts) -> UnknownCodecError:
-    """The nearest name, with the rest of what was given."""
+    """Return the error for an unknown name: it suggests the nearest one, with the rest of the spec."""
     bits = "".join(re.findall(r"\d+", parts.name)) or "4"
     widths = [pattern.replace(r"(\d+)", bits) for pattern in WIDTHS]
     names = (*FAMILIES, *widths, *ALIASES, *FORMATS)

@@ -1,4 +1,4 @@
-"""The public functions: each checks its arguments, makes a job of a schedule and hands it to the line."""
+"""The public functions: each checks its arguments, makes a job and passes it to the group's runtime."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from thinwire.runtimes import job as jobs
 from thinwire.runtimes.arguments import SUM, After, AnyCodec, is_mean, named, vector
 from thinwire.runtimes.checks import check, check_written, listed
 from thinwire.runtimes.job import Call, Job
-from thinwire.runtimes.lines import Group, Line, line
-from thinwire.runtimes.work import Letter, Work
-from thinwire.schedules import Exchanges, Schedule, Seat, moves
+from thinwire.runtimes.runtime import Group, Runtime, runtime_of
+from thinwire.runtimes.work import MessageWork, Work
+from thinwire.schedules import Exchanges, RankContext, Schedule, collectives
 
-Way: TypeAlias = tuple[int, int]  #: from one rank to another, by their places in the group
+Way: TypeAlias = tuple[int, int]  #: sender and receiver, as ranks of the group
 T = TypeVar("T")
 
 
@@ -36,21 +36,21 @@ def all_reduce(
     name: str | Sequence[str] = "tensor",
     rng: Stream | None = None,
 ) -> Work | None:
-    """Replace a tensor on all ranks by the sum or the mean of all of them.
+    """Replace a tensor on all ranks by its sum or mean over ranks.
 
-    Several tensors make a bucket: they keep scales and shapes of their own, but travel together.
+    Several tensors make a bucket: they keep their own scales and shapes, but travel together.
 
-    `name` says under which name a channel keeps residuals; `rng` where random rounding draws from (the same
-    `Stream` on all ranks; by default one of its own for every call). With `async_op` a `Work` is returned.
+    A channel keeps residuals under `name`. Random rounding draws from `rng`, the same `Stream` on all ranks;
+    by default every call has its own. With `async_op` a `Work` is returned.
     """
     tensors = listed(tensor)
-    here = line(group, check(tensors))
-    known = arguments.reduction_of(tensors, codec, op, schedule, here, name)
-    vectors = known.in_place(tensors)
-    stream = arguments.stream_for(known, rng, here)
-    work = here.replay(known.plan, vectors, tensors, stream) if vectors is not None else None
+    runtime = runtime_of(group, check(tensors))
+    reduction = arguments.reduction_of(tensors, codec, op, schedule, runtime, name)
+    vectors = reduction.in_place(tensors)
+    stream = arguments.stream_for(reduction, rng, runtime)
+    work = runtime.replay(reduction.plan, vectors, tensors, stream) if vectors is not None else None
     if work is None:
-        return _go(known.job(tensors, stream), here, async_op)
+        return _go(reduction.job(tensors, stream), runtime, async_op)
     return work if async_op or not work.wait() else None
 
 
@@ -66,27 +66,28 @@ def reduce_scatter(
     name: str = "tensor",
     rng: Stream | None = None,
 ) -> Work | None:
-    """The sum or mean of everyone's part r, on rank r.
+    """Write the sum or mean of all ranks' part r into the output of rank r.
 
-    `input` is one tensor of as many equal parts as ranks, or a list of tensors, one for each, of any sizes.
+    `input` is one tensor with one equal part per rank, or a list of tensors, one per rank, of any sizes.
     """
-    here = line(group, check([output, *listed(input)]))
-    parts = arguments.parts(input, here.world, "input")
-    if parts[here.rank].numel() != output.numel():
+    runtime = runtime_of(group, check([output, *listed(input)]))
+    parts = arguments.parts(input, runtime.world, "input")
+    if parts[runtime.rank].numel() != output.numel():
         raise InputError(
-            f"rank {here.rank} gets {parts[here.rank].numel()} elements; output has {output.numel()}"
+            f"input has {parts[runtime.rank].numel()} elements for rank {runtime.rank}; "
+            f"output has {output.numel()}"
         )
-    seat = arguments.plain_seat(here, codec, name, rng, 1.0 / here.world if is_mean(op) else 1.0)
+    context = arguments.plain_seat(runtime, codec, name, rng, 1.0 / runtime.world if is_mean(op) else 1.0)
     check_written([output])
     outs, after = arguments.rooms([output], filled=False)
     call = arguments.call_of(
-        "reduce_scatter", parts, seat.channel, "", ("mean" if is_mean(op) else "sum") + named(name)
+        "reduce_scatter", parts, context.channel, "", ("mean" if is_mean(op) else "sum") + named(name)
     )
 
-    def steps(own: Seat) -> Exchanges:
-        return moves.reduce_scatter([vector(x) for x in parts], outs[0], own)
+    def steps(own: RankContext) -> Exchanges:
+        return collectives.reduce_scatter([vector(x) for x in parts], outs[0], own)
 
-    return _go(_single(call, steps, seat, output, after), here, async_op)
+    return _go(_single(call, steps, context, output, after), runtime, async_op)
 
 
 @outside_of_graphs
@@ -100,23 +101,23 @@ def all_gather(
     name: str = "tensor",
     rng: Stream | None = None,
 ) -> Work | None:
-    """Everyone's input on every rank: in a list of tensors of any sizes, or in one of equal parts."""
-    here = line(group, check([*listed(output), input]))
-    parts = arguments.parts(output, here.world, "output")
-    if parts[here.rank].numel() != input.numel():
+    """Gather the inputs of all ranks: into a list of tensors of any sizes, or into one of equal parts."""
+    runtime = runtime_of(group, check([*listed(output), input]))
+    parts = arguments.parts(output, runtime.world, "output")
+    if parts[runtime.rank].numel() != input.numel():
         raise InputError(
-            f"rank {here.rank} gives {input.numel()} elements; "
-            f"its part of output has {parts[here.rank].numel()}"
+            f"input of rank {runtime.rank} has {input.numel()} elements; "
+            f"its part of output has {parts[runtime.rank].numel()}"
         )
-    seat = arguments.plain_seat(here, codec, name, rng)
+    context = arguments.plain_seat(runtime, codec, name, rng)
     check_written(parts)
     outs, after = arguments.rooms(parts, filled=False)
-    call = arguments.call_of("all_gather", parts, seat.channel, "", named(name).removeprefix(", "))
+    call = arguments.call_of("all_gather", parts, context.channel, "", named(name).removeprefix(", "))
 
-    def steps(own: Seat) -> Exchanges:
-        return moves.all_gather(vector(input), outs, own)
+    def steps(own: RankContext) -> Exchanges:
+        return collectives.all_gather(vector(input), outs, own)
 
-    return _go(_single(call, steps, seat, output, after), here, async_op)
+    return _go(_single(call, steps, context, output, after), runtime, async_op)
 
 
 @outside_of_graphs
@@ -132,27 +133,29 @@ def all_to_all(  # noqa: PLR0913
     name: str = "tensor",
     rng: Stream | None = None,
 ) -> Work | None:
-    """Part r of the input to rank r; what rank r sent into part r of the output.
+    """Send part r of the input to rank r; write the part received from rank r into part r of the output.
 
-    Lists of tensors, or tensors cut along their first dimension at the given sizes, else evenly. What one
-    rank sends to another must be what the other has room for.
+    Input and output are lists of tensors, or tensors split along their first dimension: at the given sizes,
+    else evenly. A part and the output for it must have the same size.
     """
-    here = line(group, check([*listed(output), *listed(input)]))
-    parts = arguments.parts(input, here.world, "input", input_split_sizes)
-    rooms = arguments.parts(output, here.world, "output", output_split_sizes)
-    seat = arguments.plain_seat(here, codec, name, rng)
+    runtime = runtime_of(group, check([*listed(output), *listed(input)]))
+    parts = arguments.parts(input, runtime.world, "input", input_split_sizes)
+    rooms = arguments.parts(output, runtime.world, "output", output_split_sizes)
+    context = arguments.plain_seat(runtime, codec, name, rng)
     check_written(rooms)
     outs, after = arguments.rooms(rooms, filled=False)
     dtype = str(parts[0].dtype).removeprefix("torch.")
-    call = Call("all_to_all", identity(seat.codec), (), dtype, "", named(name).removeprefix(", "))
+    call = Call("all_to_all", identity(context.codec), (), dtype, "", named(name).removeprefix(", "))
 
-    def steps(own: Seat) -> Exchanges:
-        return moves.all_to_all([vector(x) for x in parts], outs, own)
+    def steps(own: RankContext) -> Exchanges:
+        return collectives.all_to_all([vector(x) for x in parts], outs, own)
 
-    job = _single(call, steps, seat, output, after)
-    if here.world > 1:
-        job.agreement = moves.compare_sizes(parts, rooms, here.rank, here.ranks, here.talks_on)
-    return _go(job, here, async_op)
+    job = _single(call, steps, context, output, after)
+    if runtime.world > 1:
+        job.agreement = collectives.compare_sizes(
+            parts, rooms, runtime.rank, runtime.ranks, runtime.small_tensor_device
+        )
+    return _go(job, runtime, async_op)
 
 
 @outside_of_graphs
@@ -166,18 +169,18 @@ def broadcast(
     name: str = "tensor",
     rng: Stream | None = None,
 ) -> Work | None:
-    """Everyone's tensor becomes that of global rank `src`, as it looks decoded, on `src` too."""
-    here = line(group, check([tensor]))
-    source = _place(here, src, "src")
-    seat = arguments.plain_seat(here, codec, name, rng)
+    """Replace the tensor of every rank by the decoded tensor of global rank `src`, on `src` too."""
+    runtime = runtime_of(group, check([tensor]))
+    source = _place(runtime, src, "src")
+    context = arguments.plain_seat(runtime, codec, name, rng)
     check_written([tensor])
     outs, after = arguments.rooms([tensor], filled=True)
-    call = arguments.call_of("broadcast", [tensor], seat.channel, "", f"from rank {src}{named(name)}")
+    call = arguments.call_of("broadcast", [tensor], context.channel, "", f"from rank {src}{named(name)}")
 
-    def steps(own: Seat) -> Exchanges:
-        return moves.broadcast(outs[0], own, source)
+    def steps(own: RankContext) -> Exchanges:
+        return collectives.broadcast(outs[0], own, source)
 
-    return _go(_single(call, steps, seat, tensor, after), here, async_op)
+    return _go(_single(call, steps, context, tensor, after), runtime, async_op)
 
 
 @outside_of_graphs
@@ -190,9 +193,9 @@ def send(
     name: str = "tensor",
     rng: Stream | None = None,
 ) -> None:
-    """To global rank `dst`, which must call `recv` with a tensor of the same size and dtype."""
-    here, job, way = _message(tensor, dst, codec, group, name, rng, sends=True)
-    _numbered(here, way, lambda number: here.run_apart(job, number))
+    """Send to global rank `dst`, which must call `recv` with a tensor of the same size and dtype."""
+    runtime, job, way = _message(tensor, dst, codec, group, name, rng, sends=True)
+    _numbered(runtime, way, lambda number: runtime.run_apart(job, number))
 
 
 @outside_of_graphs
@@ -204,9 +207,9 @@ def recv(
     *,
     name: str = "tensor",
 ) -> None:
-    """From global rank `src`, into `tensor`."""
-    here, job, way = _message(tensor, src, codec, group, name, None, sends=False)
-    _numbered(here, way, lambda number: here.run_apart(job, number))
+    """Receive from global rank `src`, into `tensor`."""
+    runtime, job, way = _message(tensor, src, codec, group, name, None, sends=False)
+    _numbered(runtime, way, lambda number: runtime.run_apart(job, number))
 
 
 @outside_of_graphs
@@ -218,19 +221,19 @@ def isend(
     *,
     name: str = "tensor",
     rng: Stream | None = None,
-) -> Letter:
-    """`send` without waiting; what is sent is encoded before this returns."""
-    here, job, way = _message(tensor, dst, codec, group, name, rng, sends=True)
-    return _numbered(here, way, lambda number: here.submit_apart(job, number))
+) -> MessageWork:
+    """`send` without waiting; the tensor is encoded before this returns."""
+    runtime, job, way = _message(tensor, dst, codec, group, name, rng, sends=True)
+    return _numbered(runtime, way, lambda number: runtime.submit_apart(job, number))
 
 
 @outside_of_graphs
 def irecv(
     tensor: Tensor, src: int, codec: AnyCodec, group: Group | None = None, *, name: str = "tensor"
-) -> Letter:
-    """`recv` without waiting; the tensor is there once `wait` returns."""
-    here, job, way = _message(tensor, src, codec, group, name, None, sends=False)
-    return _numbered(here, way, lambda number: here.submit_apart(job, number))
+) -> MessageWork:
+    """`recv` without waiting; the tensor is filled once `wait` returns."""
+    runtime, job, way = _message(tensor, src, codec, group, name, None, sends=False)
+    return _numbered(runtime, way, lambda number: runtime.submit_apart(job, number))
 
 
 def _message(
@@ -242,55 +245,59 @@ def _message(
     rng: Stream | None,
     *,
     sends: bool,
-) -> tuple[Line, Job, Way]:
-    here = line(group, check([tensor]))
-    peer = _place(here, other, "dst" if sends else "src")
-    if peer == here.rank:
+) -> tuple[Runtime, Job, Way]:
+    runtime = runtime_of(group, check([tensor]))
+    peer = _place(runtime, other, "dst" if sends else "src")
+    if peer == runtime.rank:
         raise InputError(f"rank {other} cannot send to itself")
-    way = (here.rank, peer) if sends else (peer, here.rank)
-    number, road = here.letters.get(way, 0) + 1, f"from {way[0]} to {way[1]}"
-    seat = arguments.plain_seat(
-        here, codec, name, Stream(0, step=number, tensor=road) if rng is None else rng
+    way = (runtime.rank, peer) if sends else (peer, runtime.rank)
+    number, road = runtime.message_counts.get(way, 0) + 1, f"from {way[0]} to {way[1]}"
+    context = arguments.plain_seat(
+        runtime, codec, name, Stream(0, step=number, tensor=road) if rng is None else rng
     )
     if not sends:
         check_written([tensor])
     outs, after = arguments.rooms([tensor], filled=True)
-    between = f"from rank {here.ranks[way[0]]} to rank {here.ranks[way[1]]}"
-    call = arguments.call_of("send", [tensor], seat.channel, "", f"{between}{named(name)}")
-    steps = moves.send if sends else moves.recv
-    job = _single(call, lambda own: steps(outs[0], own, peer), seat, tensor, None if sends else after)
-    return here, job, way
+    between = f"from rank {runtime.ranks[way[0]]} to rank {runtime.ranks[way[1]]}"
+    call = arguments.call_of("send", [tensor], context.channel, "", f"{between}{named(name)}")
+    steps = collectives.send if sends else collectives.recv
+    job = _single(call, lambda own: steps(outs[0], own, peer), context, tensor, None if sends else after)
+    return runtime, job, way
 
 
-def _numbered(here: Line, way: Way, go: Callable[[int], T]) -> T:
-    """Number a message between two ranks; one that is refused before it is sent does not count."""
-    number = here.letters[way] = here.letters.get(way, 0) + 1
+def _numbered(here: Runtime, way: Way, go: Callable[[int], T]) -> T:
+    """Count a message between two ranks; one that is refused before it is sent does not count."""
+    number = here.message_counts[way] = here.message_counts.get(way, 0) + 1
     try:
         return go(number)
     except ThinwireError as error:
         if is_refusal(error):
-            here.letters[way] = number - 1
+            here.message_counts[way] = number - 1
         raise
 
 
-def _single(call: Call, steps: Callable[[Seat], Exchanges], seat: Seat, result: object, after: After) -> Job:
+def _single(
+    call: Call, steps: Callable[[RankContext], Exchanges], context: RankContext, result: object, after: After
+) -> Job:
     device = listed(result)[0].device  # type: ignore[arg-type]
-    owes = seat.codec.feedback and seat.world > 1 and call.numels  # which all ranks pass alike
-    named = jobs.Named(call.op, ((seat.channel, seat.name, call.numels),)) if owes else None
-    job = jobs.single(call, lambda buffers: steps(replace(seat, buffers=buffers)), device, named)
+    keeps_residuals = (
+        context.codec.feedback and context.world > 1 and call.numels
+    )  # the same sizes on all ranks
+    named = jobs.Named(call.op, ((context.channel, context.name, call.numels),)) if keeps_residuals else None
+    job = jobs.single(call, lambda buffers: steps(replace(context, buffers=buffers)), device, named)
     job.result, job.after = result, after
     return job
 
 
-def _go(job: Job, here: Line, async_op: bool) -> Work | None:
+def _go(job: Job, here: Runtime, async_op: bool) -> Work | None:
     if async_op:
         return here.submit(job)
     here.run(job)
     return None
 
 
-def _place(here: Line, rank: int, what: str) -> int:
-    """A global rank's place in the group."""
+def _place(here: Runtime, rank: int, what: str) -> int:
+    """Return a global rank's rank in the group."""
     if rank not in here.ranks:
         raise InputError(f"{what} must be one of the group's ranks, {here.ranks}; not {rank}")
     return here.ranks.index(rank)

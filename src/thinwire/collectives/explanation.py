@@ -1,4 +1,4 @@
-"""Which schedule a call would use, why, and what each would send."""
+"""Which schedule a call would use, why, and how many bytes each schedule would send."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ from thinwire.schedules.choose import choose
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `auto` chooses and what it was chosen from."""
+    """The schedule that `auto` chooses, the reason, and all candidates."""
 
     numel: int
     codec: str
     world: int
     schedule: str
     why: str
-    fp32_nbytes: int  #: what a rank sends in a float32 all-reduce
+    fp32_nbytes: int  #: bytes that a rank sends in a float32 all-reduce
     choices: tuple[Trace, ...]
 
     @property
@@ -35,11 +35,11 @@ class Explanation:
             f"because {self.why}",
             f"{'schedule':<28}{'bytes sent':>16}{'of fp32':>10}{'messages':>10}{'exchanges':>11}",
         ]
-        for each in self.choices:
-            share = each.sent_nbytes / self.fp32_nbytes if self.fp32_nbytes else 0.0
+        for choice in self.choices:
+            share = choice.sent_nbytes / self.fp32_nbytes if self.fp32_nbytes else 0.0
             lines.append(
-                f"{each.schedule:<28}{each.sent_nbytes:>16,}{share:>10.1%}{each.messages:>10,}"
-                f"{each.exchanges:>11,}"
+                f"{choice.schedule:<28}{choice.sent_nbytes:>16,}{share:>10.1%}{choice.messages:>10,}"
+                f"{choice.exchanges:>11,}"
             )
         return "\n".join(lines)
 
@@ -50,7 +50,7 @@ def explain(
     world: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Explanation:
-    """What `all_reduce(tensor, codec, schedule="auto")` would do, in a group or in a world of any size.
+    """Explain what `all_reduce(tensor, codec, schedule="auto")` would do, in a group or a world of any size.
 
     >>> from thinwire import explain
     >>> explain(25_000_000, "int4/128", world=8).schedule
@@ -58,18 +58,18 @@ def explain(
     """
     numel = tensor.numel() if isinstance(tensor, Tensor) else tensor
     world = dist.get_world_size(group) if world is None else world
-    found = get_codec(codec)
+    resolved = get_codec(codec)
     if isinstance(tensor, Tensor):
-        found = found.for_shape(tensor.shape)
-    spec, why = choose(found, numel, world)
+        resolved = resolved.for_shape(tensor.shape)
+    spec, why = choose(resolved, numel, world)
     choices = []
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
     for name in schedules.SCHEDULES:
-        if not shape and name.startswith("low_rank"):  # which needs to know the matrix
+        if not shape and name.startswith("low_rank"):  # it needs the shape of the matrix
             continue
         try:
-            choices.append(trace(numel, found, world, name, shapes=[shape] if shape else ()))
-        except ScheduleError:  # it cannot serve this codec
+            choices.append(trace(numel, resolved, world, name, shapes=[shape] if shape else ()))
+        except ScheduleError:  # the schedule cannot serve this codec
             continue
     fp32 = trace(numel, "fp32", world, "native").sent_nbytes
-    return Explanation(numel, found.spec, world, spec, why, fp32, tuple(choices))
+    return Explanation(numel, resolved.spec, world, spec, why, fp32, tuple(choices))

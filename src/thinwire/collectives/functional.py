@@ -1,4 +1,4 @@
-"""The same collectives, leaving their inputs as they are and returning new tensors.
+"""The same collectives, but inputs do not change and results are new tensors.
 
 gradient = thinwire.functional.all_reduce(gradient, "int8/256", op="avg")
 """
@@ -15,12 +15,12 @@ from thinwire.outside import outside_of_graphs
 from thinwire.runtimes import arguments
 from thinwire.runtimes.arguments import AnyCodec
 from thinwire.runtimes.checks import check, listed
-from thinwire.runtimes.lines import Group, line
+from thinwire.runtimes.runtime import Group, runtime_of
 
 
 @outside_of_graphs
 def all_reduce(tensor: Tensor, codec: AnyCodec, *args: Any, **options: Any) -> Tensor:
-    """The sum or mean over all ranks; arguments as for `thinwire.all_reduce`, but for `async_op`."""
+    """Return the sum or mean over all ranks; arguments as for `thinwire.all_reduce`, without `async_op`."""
     out = tensor.detach().clone()
     calls.all_reduce(out, codec, *args, **options)
     return out
@@ -34,9 +34,9 @@ def reduce_scatter(
     group: Group | None = None,
     **options: Any,
 ) -> Tensor:
-    """This rank's part of the sum or mean."""
-    here = line(group, check(listed(input)))
-    part = arguments.parts(input, here.world, "input")[here.rank]
+    """Return this rank's part of the sum or mean."""
+    runtime = runtime_of(group, check(listed(input)))
+    part = arguments.parts(input, runtime.world, "input")[runtime.rank]
     out = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     calls.reduce_scatter(out, input, codec, op, group, **options)
     return out
@@ -44,16 +44,16 @@ def reduce_scatter(
 
 @outside_of_graphs
 def all_gather(input: Tensor, codec: AnyCodec, group: Group | None = None, **options: Any) -> Tensor:
-    """Inputs of all ranks, which are of one shape, stacked."""
-    here = line(group, check([input]))
-    out = torch.empty((here.world, *input.shape), dtype=input.dtype, device=input.device)
+    """Return the stacked inputs of all ranks, which must have one shape."""
+    runtime = runtime_of(group, check([input]))
+    out = torch.empty((runtime.world, *input.shape), dtype=input.dtype, device=input.device)
     calls.all_gather(list(out.unbind()), input, codec, group, **options)
     return out
 
 
 @outside_of_graphs
 def broadcast(tensor: Tensor, src: int, codec: AnyCodec, *args: Any, **options: Any) -> Tensor:
-    """The tensor of rank `src`, as it looks decoded."""
+    """Return the decoded tensor of rank `src`."""
     out = tensor.detach().clone()
     calls.broadcast(out, src, codec, *args, **options)
     return out

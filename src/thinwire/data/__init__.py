@@ -1,7 +1,7 @@
-"""Real data sets: where they lie, how they are fetched and checked.
+"""Real data sets: where they are stored, how they are fetched and checked.
 
 Nothing is shipped with thinwire. `fetch` tries the sources of a set in order, checks the SHA-256 of every
-file, and moves the files into a cache; whatever the source, they are the same. `load` gives tensors.
+file, and moves the files into a cache; they are the same from every source. `load` returns tensors.
 
     >>> from thinwire import data
     >>> list(data.SETS)

@@ -1,4 +1,4 @@
-"""From the files a source carries to the files of a set, which are the same whatever the source."""
+"""Convert the files of a source to the files of a set, which are the same for every source."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ DIGITS_FILES = ("digits.csv", "optdigits.tes")
 
 
 def collect(raw: Path, out: Path) -> None:
-    """The files are there already, perhaps gzipped."""
+    """Move the files to `out`; unpack gzipped ones."""
     for path in sorted(raw.iterdir()):
         if path.suffix == ".gz":
             with gzip.open(path) as packed, (out / path.stem).open("wb") as plain:
@@ -24,7 +24,7 @@ def collect(raw: Path, out: Path) -> None:
 
 
 def cifar_from_png(raw: Path, out: Path) -> None:
-    """Six pictures with an image in every row, and two lists of labels, become the official binary batches.
+    """Convert six pictures with an image in every row, and two lists of labels, to the official batches.
 
     A record of a batch is the label, then the red, the green and the blue plane: 3073 bytes.
     """
@@ -49,27 +49,27 @@ def cifar_from_png(raw: Path, out: Path) -> None:
 
 
 def digits_from_csv(raw: Path, out: Path) -> None:
-    """Lines of 64 pixels from 0 to 16 and a label become a pair of IDX files."""
+    """Convert lines of 64 pixels from 0 to 16 and a label to a pair of IDX files."""
     import numpy as np
 
     collected = out / "collected"
     collected.mkdir()
     collect(raw, collected)
-    found = [collected / name for name in DIGITS_FILES if (collected / name).is_file()]
-    if not found:
-        raise DataError(f"it has none of {', '.join(DIGITS_FILES)}")
-    rows = np.array([line.split(",") for line in found[0].read_text().split()], np.float64).astype(np.uint8)
+    paths = [collected / name for name in DIGITS_FILES if (collected / name).is_file()]
+    if not paths:
+        raise DataError(f"it has none of the files {', '.join(DIGITS_FILES)}")
+    rows = np.array([line.split(",") for line in paths[0].read_text().split()], np.float64).astype(np.uint8)
     write_idx(out / "digits-images-idx3-ubyte", rows[:, :64].reshape(-1, 8, 8))
     write_idx(out / "digits-labels-idx1-ubyte", rows[:, 64])
 
 
 def write_idx(path: Path, array: Any) -> None:
-    """An array of bytes as IDX: two zeros, the type, the number of dimensions, their sizes, the bytes."""
+    """Write an array of bytes as IDX: two zeros, type, number of dimensions, their sizes, the bytes."""
     header = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
     path.write_bytes(header + array.tobytes())
 
 
 def join_texts(raw: Path, out: Path) -> None:
-    """Addresses in the order of their years, an empty line between them."""
+    """Join the addresses in the order of their years, with an empty line between them."""
     texts = [path.read_bytes().strip() for path in sorted(raw.glob("*.txt"))]
     (out / "sotu.txt").write_bytes(b"\n\n".join(texts) + b"\n")

@@ -1,4 +1,4 @@
-"""Image sets in memory, as bytes, with the scale on which networks see them."""
+"""Image sets in memory, as bytes, with the mean and deviation that scale them for a network."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SAMPLE = 10_000  #: training images that mean and deviation are taken of
+SAMPLE = 10_000  #: training images from which mean and deviation are computed
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Images:
 
 @cache
 def images(name: str) -> tuple[Images, Images]:
-    """Training and test images of a set, on the scale of the training images."""
+    """Return training and test images of a set, scaled by the training images."""
     x, y = load(name, "train")
     sample = x[:SAMPLE].float()
     mean, deviation = sample.mean().item(), sample.std().item()

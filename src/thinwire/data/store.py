@@ -1,4 +1,4 @@
-"""The cache: where sets lie, whether they are whole, and how they get there."""
+"""The cache: where sets are stored, whether they are complete, and how they are fetched."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ FAILURES = (
 
 
 def where() -> Path:
-    """The cache folder: $THINWIRE_DATA, else thinwire/data in $XDG_CACHE_HOME, else in ~/.cache.
+    """Return the cache folder: $THINWIRE_DATA, else thinwire/data in $XDG_CACHE_HOME, else in ~/.cache.
 
     >>> where().is_absolute()
     True
@@ -54,21 +54,21 @@ def present(name: str) -> bool:
 
 
 def check(name: str) -> dict[str, str]:
-    """Each file of a set, and "ok" or what is wrong with it in the cache."""
+    """Return for each file of a set "ok", or what is wrong with it in the cache."""
     folder = where() / get(name).name
     return {file.name: fault(file, folder / file.name) or "ok" for file in get(name).files}
 
 
 def fault(file: File, path: Path) -> str | None:
-    """What is wrong with a file, if anything."""
+    """Say what is wrong with a file; None if it is right."""
     size = _size(path)
     if size is None:
         return "missing"
     if size != file.nbytes:
         return f"{size:,} bytes, not {file.nbytes:,}"
     with path.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    return None if found == file.sha256 else f"its sha256 is {found[:12]}..., not {file.sha256[:12]}..."
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return None if digest == file.sha256 else f"its sha256 is {digest[:12]}..., not {file.sha256[:12]}..."
 
 
 def _size(path: Path) -> int | None:
@@ -82,12 +82,12 @@ def fetch(
     folder: str | Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Path:
-    """Bring a set into the cache and return its folder there. A set that is there and whole is left alone.
+    """Fetch a set into the cache and return its folder there. A set that is complete is left alone.
 
-    Sources are tried in order until one gives files with the right checksums. With `folder`, only that folder
-    is looked at, for anything a source of the set would have brought. `progress(what, done, total)` is called
-    with counts of bytes. Several processes may fetch at once: each works in a folder of its own, and whole
-    files are moved into place.
+    Sources are tried in order until one has files with the right checksums. With `folder`, only that folder
+    is searched, for any files that a source of the set would have fetched. `progress(what, done, total)` is
+    called with counts of bytes. Several processes may fetch at once: each works in its own folder, and moves
+    complete files into place.
     """
     wanted = get(name)
     if set(check(name).values()) == {"ok"}:
@@ -104,8 +104,8 @@ def fetch(
         except FAILURES as error:
             tried = str(source) if folder is None else _short(source.carries)
             failures.append(f"  {tried}: {_reason(error)}")
-    said = "no source of it works" if folder is None else f"{folder} has nothing that works"
-    raise DataError("\n".join((f"{name} cannot be fetched: {said}", *failures, *_advice(wanted))))
+    reason = "no source of it works" if folder is None else f"{folder} has no files that work"
+    raise DataError("\n".join((f"{name} cannot be fetched: {reason}", *failures, *_advice(wanted))))
 
 
 def _silent(what: str, done: int, total: int | None) -> None:
@@ -113,7 +113,7 @@ def _silent(what: str, done: int, total: int | None) -> None:
 
 
 def _by_hand(wanted: DataSet, folder: Path) -> list[Source]:
-    """The folder in the place of each source, and of the cache itself."""
+    """Return sources that read a folder: one for the final files, and one in place of each source."""
     final = Folder(folder, tuple(file.name for file in wanted.files))
     others = (Folder(folder, each.carries, keep=each.keep, convert=each.convert) for each in wanted.sources)
     return list({source.carries: source for source in (final, *others)}.values())
@@ -133,16 +133,16 @@ def _writable_cache() -> Path:
 
 @contextmanager
 def _scratch(cache: Path) -> Iterator[Path]:
-    """A folder beside the sets, so that a file can be moved into its place at once; removed in the end."""
-    made = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=cache))
+    """Make a folder beside the sets, from which files can be moved at once, and remove it at the end."""
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=cache))
     try:
-        yield made
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what fetches that were killed left behind."""
+    """Remove folders that killed fetches left behind."""
     for left in cache.glob(f"{SCRATCH}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > STALE_S:
@@ -168,8 +168,8 @@ def _install(wanted: DataSet, source: Source, scratch: Path, progress: Progress,
 
 
 def _reason(error: BaseException) -> str:
-    said = str(error).strip().splitlines()
-    return said[0] if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _advice(wanted: DataSet) -> tuple[str, ...]:
@@ -186,16 +186,16 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 class Choice(NamedTuple):
-    """A set's name, and for each set that was considered a note on what was found."""
+    """A set's name, and a note on each set that was considered."""
 
     name: str
     notes: tuple[str, ...]
 
 
 def best(*names: str, progress: Progress | None = None, timeout_s: float = TIMEOUT_S) -> Choice:
-    """The first of these sets that is in the cache or can be fetched; the last, if none is.
+    """Return the first of these sets that is in the cache or can be fetched; the last, if none is.
 
-    `name, notes = best("cifar10", "mnist", "digits")` gives the choice and the reasons, to be displayed.
+    `name, notes = best("cifar10", "mnist", "digits")` is the choice and the reasons, to display.
     """
     if not names:
         raise DataError(f"best() needs names to choose from; there are {', '.join(SETS)}")
@@ -215,29 +215,29 @@ def best(*names: str, progress: Progress | None = None, timeout_s: float = TIMEO
 
 
 def came_from(name: str) -> str | None:
-    """The source a set in the cache came from, if that was recorded."""
+    """Return the source of a set in the cache, if it was recorded."""
     try:
-        found = json.loads((where() / name / RECORD).read_text())["source"]
+        source = json.loads((where() / name / RECORD).read_text())["source"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, str) else None
+    return source if isinstance(source, str) else None
 
 
 def describe(name: str) -> dict[str, Any]:
-    """The facts of a set and its state in the cache, as plain data."""
-    each = get(name)
+    """Return the facts of a set and its state in the cache, as plain data."""
+    wanted = get(name)
     return {
-        "name": each.name,
-        "title": each.title,
-        "licence": each.licence,
-        "train": each.train,
-        "test": each.test,
-        "shape": list(each.shape),
-        "classes": each.classes,
-        "labels": list(each.labels),
-        "nbytes": each.nbytes,
+        "name": wanted.name,
+        "title": wanted.title,
+        "licence": wanted.licence,
+        "train": wanted.train,
+        "test": wanted.test,
+        "shape": list(wanted.shape),
+        "classes": wanted.classes,
+        "labels": list(wanted.labels),
+        "nbytes": wanted.nbytes,
         "present": present(name),
-        "folder": str(where() / each.name),
+        "folder": str(where() / wanted.name),
         "came_from": came_from(name),
-        "sources": [str(source) for source in each.sources],
+        "sources": [str(source) for source in wanted.sources],
     }

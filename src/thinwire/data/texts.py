@@ -1,4 +1,4 @@
-"""Texts in memory, as bytes: of every window, a network is to say which byte follows each byte."""
+"""Texts in memory, as windows of bytes: a network predicts the byte that follows each byte."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LENGTH = 64  #: bytes of a window
-TESTS = 2048  #: windows of an evaluation, at equal distances: 131 kB
+TESTS = 2048  #: windows of an evaluation, evenly spaced: 131 kB
 
 
 @dataclass(frozen=True)
 class Text:
-    """Windows of a text and the byte that follows each byte; accuracy is how often that byte is foretold.
+    """Windows of a text and the byte that follows each byte; accuracy is how often that byte is predicted.
 
     >>> text = Text(torch.tensor([[72, 101]], dtype=torch.uint8), torch.tensor([[101, 121]]), 256)
     >>> text.batch(slice(0, 1))
@@ -51,7 +51,7 @@ def is_text(name: str) -> bool:
 
 @cache
 def texts(name: str) -> tuple[Text, Text]:
-    """Windows of a text to train on, and some of its test part."""
+    """Return windows of a text to train on, and some of its test part."""
     train, test = (_windows(name, split) for split in ("train", "test"))
     apart = -(-len(test) // TESTS)
     return train, Text(test.x[::apart], test.y[::apart], test.classes)
@@ -66,5 +66,5 @@ def _windows(name: str, split: str) -> Text:
 
 
 def examples(name: str) -> tuple[Images, Images] | tuple[Text, Text]:
-    """What a network trains on and is tested with, whatever kind of set it is."""
+    """Return training and test examples of a set, image or text."""
     return texts(name) if is_text(name) else images(name)

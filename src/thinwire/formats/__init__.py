@@ -1,6 +1,6 @@
-"""Number formats: which real values a code of a few bits stands for, and how a float32 becomes one.
+"""Number formats: the real values that codes of a few bits stand for, and rounding of float32 to them.
 
-`get` finds a format by name. Names of ml_dtypes mean what they mean there; `eXmY` is IEEE-style with X
+`get` returns a format by name. Names of ml_dtypes mean the same as there. `eXmY` is IEEE-style with X
 exponent and Y mantissa bits; `fixedI.F`, `intB`, `uniformB`, `uniformBs` and `positN_E` are built on demand.
 
     >>> from thinwire import formats
@@ -118,22 +118,24 @@ PATTERNS: dict[str, tuple[str, Callable[..., Format]]] = {
 
 @functools.cache
 def _member(name: str) -> Format | None:
-    """The member of a family with this name, made once."""
+    """Return the member of a family with this name, built once; None if there is none."""
     for pattern, build in PATTERNS.values():
-        found = re.fullmatch(pattern, name)
-        if found:
-            return build(*found.groups())
+        match = re.fullmatch(pattern, name)
+        if match:
+            return build(*match.groups())
     return None
 
 
 def get(name: str | Format | torch.dtype) -> Format:
-    """The format of that name, or of that torch dtype. A format is returned as it is."""
+    """Return the format of a name or of a torch dtype. A format is returned unchanged."""
     if isinstance(name, Format):
         return name
     if isinstance(name, torch.dtype):
         name = str(name).removeprefix("torch.")
     if not isinstance(name, str):
-        raise UnknownFormatError(f"a format is asked for by name, not by {type(name).__name__}")
+        raise UnknownFormatError(
+            f"a format must be a name, a torch.dtype or a Format, not {type(name).__name__}"
+        )
     if name in FORMATS:
         return FORMATS[name]
     member = _member(name)

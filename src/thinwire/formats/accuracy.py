@@ -1,8 +1,8 @@
-"""How much a format loses on given numbers.
+"""The error of a format on given numbers.
 
-A format that takes a scale sees its input scaled so that the largest magnitude becomes the format's; the
-others see it as it is. The error is ||x - y|| / ||x||, as for codecs; `relative` is another measure, the mean
-of the elements' own relative errors, over those that are not zero.
+Input of a format that takes a scale is scaled so that its largest magnitude becomes the format's largest.
+Other formats get the input unscaled. The error is ||x - y|| / ||x||, as for codecs. `relative` is another
+measure: the mean relative error of the elements that are not zero.
 """
 
 import math
@@ -30,14 +30,14 @@ DISTRIBUTIONS = {
 
 
 def sample(name: str, numel: int, seed: int = 0) -> Tensor:
-    """Numbers from one of DISTRIBUTIONS; the same for the same seed."""
+    """Return numbers from one of DISTRIBUTIONS; the same for the same seed."""
     if name not in DISTRIBUTIONS:
         raise InputError(f"no distribution is called '{name}'; use one of: {', '.join(DISTRIBUTIONS)}")
     return DISTRIBUTIONS[name](numel, torch.Generator().manual_seed(seed))
 
 
 def load(path: Path) -> Tensor:
-    """The numbers in a .npy file, or in the tensor (or tensors) of a .pt file, as flat float32."""
+    """Return the numbers in a .npy file, or in the tensor (or tensors) of a .pt file, as flat float32."""
     if not path.exists():
         raise InputError(f"{path} does not exist")
     if path.suffix not in (".npy", ".pt", ".pth"):
@@ -49,7 +49,7 @@ def load(path: Path) -> Tensor:
 
 
 def _read(path: Path) -> Any:
-    """What is in a file, without running anything that is in it."""
+    """Load a file without executing any code in it."""
     try:
         if path.suffix == ".npy":
             return torch.from_numpy(np.load(path, allow_pickle=False))
@@ -82,10 +82,10 @@ def errors(
     seed: int = 0,
     scale: float | None = None,
 ) -> dict[str, float]:
-    """The relative error ||x - y|| / ||x||, and other measures: of the elements, means of relative, absolute
-    and squared errors; signal-to-noise ratio in dB; share that became zero.
+    """Return the relative error ||x - y|| / ||x|| and other measures.
 
-    The format sees x / scale; without one, the scale that the format takes.
+    The others are the elements' mean relative, absolute and squared errors, the signal-to-noise ratio in dB,
+    and the share that became zero. The format rounds x / scale; the default is the scale that it takes.
     """
     if not x.numel():
         raise InputError("there are no numbers to measure the error on")
@@ -116,7 +116,7 @@ def error_table(
     seed: int = 0,
     progress: Callable[[str], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """One row for each format and each set of numbers; unsigned formats have none where signs occur.
+    """Return a row for each format and each set of numbers; unsigned formats skip sets with negative numbers.
 
     `progress` is called with each format's name before it is used.
     """

@@ -1,10 +1,10 @@
-"""What every format is and can do.
+"""The base class of all formats.
 
 A format is a finite set of real numbers, each with an integer code. Concrete formats are frozen
-dataclasses that say which numbers (`_params`); everything a user calls is here, once.
+dataclasses that define the numbers (`_params`). All methods that users call are defined here.
 
-Inputs may have any shape and need not be contiguous. Results are new tensors, or `out`. A value handed
-back is always float32, which holds every value of every format exactly.
+Inputs may have any shape and need not be contiguous. Results are new tensors, or `out`. Returned values
+are always float32, which holds every value of every format exactly.
 
 Rounding has no useful derivative, so results are detached from autograd. For a straight-through
 gradient write `x + (format.round(x) - x).detach()`.
@@ -32,7 +32,7 @@ Rng: TypeAlias = Stream | Tensor | None
 
 
 class Format(abc.ABC):
-    """A finite set of reals with codes.
+    """A finite set of real numbers with codes.
 
     >>> import torch
     >>> from thinwire import formats
@@ -47,7 +47,7 @@ class Format(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What listings call it; `get` finds registered formats and members of families by it."""
+        """The name in listings; `get` accepts the names of registered formats and of members of families."""
 
     @property
     @abc.abstractmethod
@@ -56,16 +56,16 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def _params(self, mode: int) -> Params:
-        """What the kernels need to know, for one rounding mode."""
+        """Return the parameters of the kernels, for one rounding mode."""
 
     @property
     def rules(self) -> str:
-        """What becomes of NaN, infinities and negative zero, in one sentence."""
+        """How NaN, infinities and negative zero are rounded, in one sentence."""
         return "NaN becomes zero, infinities saturate, -0 becomes 0."
 
     @property
     def roundings(self) -> tuple[Rounding, ...]:
-        """The rounding modes it has."""
+        """The rounding modes that the format supports."""
         return tuple(Rounding)
 
     @property
@@ -110,10 +110,10 @@ class Format(abc.ABC):
         rng: Rng = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The code of each element: uint8, uint16 or uint32, whichever holds `bits`.
+        """Return the code of each element: uint8, uint16 or uint32, depending on `bits`.
 
-        `rng` is needed by stochastic rounding and refused by the others: a `Stream`, or a tensor of
-        random uint32 words in the shape of `x`.
+        Stochastic rounding needs `rng`, and other modes refuse it: a `Stream`, or a tensor of random uint32
+        words in the shape of `x`.
         """
         mode = _mode(rounding)
         target = _target(x, out, kernels.code_dtype(self.bits), INPUT_DTYPES)
@@ -125,7 +125,7 @@ class Format(abc.ABC):
         return target
 
     def from_codes(self, codes: Tensor, out: Tensor | None = None) -> Tensor:
-        """The float32 value of each code; bits above the format's are ignored."""
+        """Return the float32 value of each code; bits above the format's are ignored."""
         dtype = kernels.code_dtype(self.bits)
         target = _target(codes, out, torch.float32, (dtype,))
         if codes.device.type != "meta":
@@ -141,13 +141,13 @@ class Format(abc.ABC):
         rng: Rng = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Each element rounded to the format, as float32: `from_codes(to_codes(x))` in one pass."""
+        """Round each element to the format, as float32: `from_codes(to_codes(x))` in one pass."""
         mode = _mode(rounding)
         if out is None and _is_ready(x) and not isinstance(rng, Tensor):
             key, _ = _random(mode, rng, x)
-            made = torch.empty(x.shape, device=x.device)
-            kernels.round(self._prepared(mode), x.detach().view(-1), made.view(-1), mode, key)
-            return made
+            rounded = torch.empty(x.shape, device=x.device)
+            kernels.round(self._prepared(mode), x.detach().view(-1), rounded.view(-1), mode, key)
+            return rounded
         target = _target(x, out, torch.float32, INPUT_DTYPES)
         random = _random(mode, rng, x)
         if x.device.type != "meta":
@@ -157,11 +157,11 @@ class Format(abc.ABC):
         return target
 
     def values(self) -> Tensor:
-        """Every finite value that rounding returns, ascending, as float32. Formats of at most 16 bits."""
+        """Return every finite value that rounding returns, ascending, as float32. Needs at most 16 bits."""
         return torch.from_numpy(self._finite.copy())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles and copies carry what the format is, not the tables made from it."""
+        """Return the fields only: pickles and copies do not carry the tables made from them."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @functools.cached_property
@@ -193,7 +193,7 @@ class Format(abc.ABC):
         return {}
 
     def _prepared(self, mode: int) -> Params:
-        """`_params`, made once."""
+        """Return `_params`, computed once for every mode."""
         if mode not in self._cache:
             self._cache[mode] = self._params(mode)
         return self._cache[mode]
@@ -230,7 +230,11 @@ def _target(x: Tensor, out: Tensor | None, dtype: torch.dtype, accepted: tuple[t
         raise InputError(f"expected a torch.Tensor, got {type(x).__name__}; use torch.as_tensor(...)")
     if x.dtype not in accepted:
         names = ", ".join(str(each).removeprefix("torch.") for each in accepted)
-        hint = "; x.float() would round once more, so do it yourself" if x.dtype == torch.float64 else ""
+        hint = (
+            "; x.float() would round once more: call it if that is acceptable"
+            if x.dtype == torch.float64
+            else ""
+        )
         raise InputError(f"expected dtype {names}, got {str(x.dtype).removeprefix('torch.')}{hint}")
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise InputError(f"no kernel for device '{x.device}'; move the tensor to cpu, cuda or meta")
@@ -240,7 +244,7 @@ def _target(x: Tensor, out: Tensor | None, dtype: torch.dtype, accepted: tuple[t
 
 
 def _is_ready(x: Tensor) -> bool:
-    """Whether kernels can read a tensor as it is: most are, and a call on a small one should cost little."""
+    """Whether kernels can read a tensor without conversion. This short path keeps small calls cheap."""
     return (
         isinstance(x, Tensor)
         and x.dtype == torch.float32
@@ -252,7 +256,7 @@ def _is_ready(x: Tensor) -> bool:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A flat, contiguous view or copy in a dtype that the device's kernels read."""
+    """Return a flat, contiguous view or copy in a dtype that the device's kernels read."""
     x = x.detach().resolve_neg()
     if x.dtype not in kernels.reads(x.device):
         x = x.float()

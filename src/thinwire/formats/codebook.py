@@ -1,12 +1,12 @@
-"""Formats as sorted tables: from a list of values to the step function a kernel can run.
+"""Formats as sorted tables: from a list of values to the step function that a kernel runs.
 
-In any rounding mode but stochastic, a format of at most 16 bits is a step function: going up the float32
-numbers from -Inf to +Inf, the code changes at most 2**16 times. `segments` finds those places exactly.
-A place is the smallest float32 that belongs to the upper neighbour; whether a midpoint itself does is
-the mode's tie rule. No rounding is left to chance: midpoints are compared with their rounding error.
+In any rounding mode but stochastic, a format of at most 16 bits is a step function: from -Inf to +Inf, the
+code of a float32 changes at most 2**16 times. `steps` computes these changes exactly. A change is the
+smallest float32 that rounds to the upper neighbour. The mode's tie rule decides whether a midpoint does.
+Midpoints are compared together with their own rounding error, so comparisons are exact.
 
-Patterns are ordered first ("keys": -Inf .. -0, +0 .. +Inf, NaNs at both ends) and then put back into the
-order of the raw 32-bit pattern, which needs no work per element.
+Changes are first computed as keys, which sort patterns as -Inf .. -0, +0 .. +Inf, with NaNs at both ends.
+They are then sorted by the raw 32-bit pattern, so that kernels need no conversion per element.
 """
 
 import functools
@@ -32,7 +32,7 @@ NEGATIVE_ZERO_KEY = -1
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    """The values of a format in ascending order, with the code of each and the rules for the rest.
+    """The values of a format in ascending order, with the code of each and the rules for other input.
 
     A value that several codes stand for is listed once, with the code that rounding returns.
     """
@@ -43,10 +43,10 @@ class Codebook:
     decoded: Array  #: float32 [2**bits], by code
     nan_code: int
     inf_codes: tuple[int, int] | None = None  #: for -Inf and +Inf; None: they saturate
-    thresholds: Array | None = None  #: float64 [n-1], nearest's change-over points if not the midpoints
-    ties_up: Array | None = None  #: bool [n-1], nearest's ties if not to the even code
+    thresholds: Array | None = None  #: float64 [n-1], where nearest changes value, if not at midpoints
+    ties_up: Array | None = None  #: bool [n-1], whether nearest rounds ties up, if not to the even code
     underflow: bool = True  #: False: no non-zero input becomes zero
-    nonpositive_code: int | None = None  #: the code of zero and all below it, if the format has neither
+    nonpositive_code: int | None = None  #: the code of zero and negative numbers, if the format has neither
 
     def __post_init__(self) -> None:
         if np.any(np.diff(self.values) <= 0):
@@ -55,12 +55,12 @@ class Codebook:
     @functools.cached_property
     def zero(self) -> int | None:
         """The position of zero among the values."""
-        found = np.flatnonzero(self.values == 0)
-        return int(found[0]) if found.size else None
+        positions = np.flatnonzero(self.values == 0)
+        return int(positions[0]) if positions.size else None
 
 
 def steps(book: Codebook, mode: int) -> StepsParams:
-    """The step function of a codebook in one rounding mode."""
+    """Return the step function of a codebook in one rounding mode."""
     keys, codes = _ordered(book, _changes(book, DOWN if mode == STOCHASTIC else mode))
     starts, codes = _raw_order(keys, codes)
     if mode != STOCHASTIC:
@@ -70,7 +70,7 @@ def steps(book: Codebook, mode: int) -> StepsParams:
 
 
 def _changes(book: Codebook, mode: int) -> Array:
-    """Keys of the smallest float32 that belongs to the upper of each pair of neighbours."""
+    """Return, for each pair of neighbours, the key of the smallest float32 that rounds to the upper one."""
     low, high = book.values[:-1], book.values[1:]
     if mode in (NEAREST, AWAY):
         keys = _midpoint_keys(book, mode)
@@ -80,7 +80,7 @@ def _changes(book: Codebook, mode: int) -> Array:
         keys = _key_at(high)
     else:
         keys = np.where(low >= 0, _key_at(high), _key_above(low))
-        across = (low < 0) & (high > 0)  # no zero to go to: the nearer one
+        across = (low < 0) & (high > 0)  # there is no zero: round to the nearer one
         keys = np.where(across, _midpoint_keys(book, AWAY), keys)
     if book.zero is not None and not book.underflow:
         keys = keys.copy()
@@ -99,8 +99,8 @@ def _midpoint_keys(book: Codebook, mode: int) -> Array:
         error = (low - (total - part)) + (high - part)  # low + high == total + error, exactly
     with np.errstate(over="ignore"):
         near = (total / 2).astype(np.float32)
-    side = (2 * near.astype(np.float64) - total) - error  # of the float32 seen from the midpoint
-    ties_up = _ties_away(low, high) & (total > 2 * low) if mode == AWAY else book.ties_up  # no value is a tie
+    side = (2 * near.astype(np.float64) - total) - error  # positive if the float32 is above the midpoint
+    ties_up = _ties_away(low, high) & (total > 2 * low) if mode == AWAY else book.ties_up  # a value is no tie
     if ties_up is None:
         ties_up = _ties_even(book)
     at = _key_at(near.astype(np.float64))
@@ -112,14 +112,17 @@ def _ties_away(low: Array, high: Array) -> Array:
 
 
 def _ties_even(book: Codebook) -> Array:
-    """To the even code; between two even or two odd codes to the smaller magnitude; at zero up."""
+    """Whether a tie goes up: to the even code; between two even or two odd codes to the smaller magnitude.
+
+    A tie at zero goes up.
+    """
     odd_low, odd_high = book.codes[:-1] & 1, book.codes[1:] & 1
     low, high = np.abs(book.values[:-1]), np.abs(book.values[1:])
     return np.where(odd_low == odd_high, high <= low, odd_low > odd_high) | (high == low)
 
 
 def _key_at(value: Array) -> Array:
-    """The key of the smallest float32 that is at least this value; both zeros are zero."""
+    """Return the key of the smallest float32 that is at least this value; for zero, that of -0."""
     with np.errstate(over="ignore"):
         near = np.asarray(value, np.float64).astype(np.float32)
     near = np.where(near < value, np.nextafter(near, np.float32(np.inf)), near)
@@ -128,7 +131,7 @@ def _key_at(value: Array) -> Array:
 
 
 def _key_above(value: Array) -> Array:
-    """The key of the smallest float32 that is more than this value."""
+    """Return the key of the smallest float32 that is more than this value."""
     with np.errstate(over="ignore"):
         near = np.asarray(value, np.float64).astype(np.float32)
     near = np.where(near <= value, np.nextafter(near, np.float32(np.inf)), near)
@@ -136,7 +139,7 @@ def _key_above(value: Array) -> Array:
 
 
 def _ordered(book: Codebook, changes: Array) -> tuple[Array, Array]:
-    """All change-over keys from the lowest pattern up, NaNs and infinities included."""
+    """Return all keys at which the code changes, ascending, and the codes; with NaNs and infinities."""
     keys = np.concatenate(([NEGATIVE_INFINITY_KEY], changes))
     codes = book.codes
     if book.nonpositive_code is not None:
@@ -152,7 +155,7 @@ def _ordered(book: Codebook, changes: Array) -> tuple[Array, Array]:
 
 
 def _raw_order(keys: Array, codes: Array) -> tuple[Array, Array]:
-    """From ascending keys to ascending patterns: negative numbers run the other way."""
+    """Convert ascending keys to ascending patterns, in which negative numbers are in reverse order."""
     ends = np.append(keys[1:], 1 << 31)
     positive, negative = ends > 0, keys < 0
     starts = np.concatenate((np.maximum(keys[positive], 0), (1 << 31) - np.minimum(ends[negative][::-1], 0)))
@@ -162,7 +165,7 @@ def _raw_order(keys: Array, codes: Array) -> tuple[Array, Array]:
 
 
 def has_even_odds(book: Codebook) -> bool:
-    """Whether float32 can tell where between two neighbours a number lies: not if gaps are extreme."""
+    """Whether float32 can represent the position between any two neighbours; not if gaps are extreme."""
     gaps = np.diff(book.values)
     with np.errstate(over="ignore"):
         inverse = (1 / gaps).astype(np.float32)
@@ -171,9 +174,11 @@ def has_even_odds(book: Codebook) -> bool:
 
 
 def _gaps(book: Codebook) -> tuple[Array, Array]:
-    """By code, for stochastic rounding: one over the gap above its value, and the code above."""
+    """Return by code, for stochastic rounding: one over the gap above its value, and the code above."""
     if not has_even_odds(book):
-        raise FormatError("stochastic rounding needs gaps between about 1e-38 and 1e38; this has others")
+        raise FormatError(
+            "stochastic rounding needs gaps of about 1e-38 to 1e38 between values; this format has others"
+        )
     inverse = np.zeros(1 << book.bits, np.float32)
     up = np.arange(1 << book.bits)
     inverse[book.codes[:-1]] = (1 / np.diff(book.values)).astype(np.float32)
@@ -184,7 +189,7 @@ def _gaps(book: Codebook) -> tuple[Array, Array]:
 
 
 def decode_table(bits: int, values: Array, codes: Array, nan_code: int | None = None) -> Array:
-    """Float32 values by code; codes that stand for nothing are NaN."""
+    """Return float32 values by code; unused codes are NaN."""
     table = np.full(1 << bits, np.uint32(CANONICAL_NAN)).view(np.float32)
     table[codes] = values.astype(np.float32)
     if nan_code is not None:

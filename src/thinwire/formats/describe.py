@@ -1,4 +1,4 @@
-"""What there is to say about a format, as plain data for tables and for machines."""
+"""Facts about a format, as plain data for tables and for machines."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from thinwire.rounding import Rounding, Stream
 
 
 def describe(format: Format) -> dict[str, Any]:
-    """The facts a listing shows."""
+    """Return the facts that a listing shows."""
     return {
         "name": format.name,
         "bits": format.bits,
@@ -28,7 +28,7 @@ def describe(format: Format) -> dict[str, Any]:
 
 
 def levels_per_decade(format: Format) -> int:
-    """How many positive values lie between some v and 10 v, where that is most."""
+    """Return the largest number of positive values between any v and 10 v."""
     if format.bits <= 16:
         values = torch.from_numpy(format._positive).double()
         ends = torch.searchsorted(values, 10 * values)
@@ -38,7 +38,7 @@ def levels_per_decade(format: Format) -> int:
 
 
 def code_table(format: Format) -> list[dict[str, Any]]:
-    """Every code with its value, in the order of the codes."""
+    """Return every code with its value, in the order of the codes; of wide formats, the first 65,536."""
     codes = torch.arange(1 << min(format.bits, 16)).to(format.to_codes(torch.zeros(1)).dtype)
     values = format.from_codes(codes).tolist()
     return [_entry(format, code, value) for code, value in enumerate(values)]
@@ -47,7 +47,7 @@ def code_table(format: Format) -> list[dict[str, Any]]:
 def round_report(
     format: Format, numbers: list[float], rounding: Rounding | str = Rounding.NEAREST, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """What becomes of each number: the float32 it is, the code, the value and the error."""
+    """Return for each number: its float32 value, the code, the rounded value and the error."""
     x = torch.tensor(numbers, dtype=torch.float32)
     rng = Stream(seed) if rounding == Rounding.STOCHASTIC else None
     codes = format.to_codes(x, rounding, rng)

@@ -2,18 +2,18 @@
 
 A code is a sign bit and a 7-bit rank in an ascending table of magnitudes:
 
-- `dynamic`: six decades, 64 values in the first and half as many in each next; a decade is split at 0.45
-  and both parts evenly. Ranks 0..125; rank 126 is zero, rank 127 is 1, the largest magnitude.
+- `dynamic`: six decades, 64 values in the first and half as many in each next. A decade is split at 0.45,
+  and both parts are divided evenly. Ranks 0..125; rank 126 is zero, rank 127 is 1, the largest magnitude.
 - `static`: eight decades of the same 16 tree nodes; the smallest is replaced by zero.
 - `mantissa`: M * 10**e for M in 0..15 and eight decades; several codes are zero or repeat a value.
 - `linear`: k / 127.
 
 `dynamic` and `linear` expect input divided by its largest magnitude. `static` and `mantissa` have a fixed
-range, up to 92.25 and 150, moved by `offset` powers of ten.
+range, up to 92.25 and 150, times 10**`offset`.
 
-With `legacy`, rounding repeats what the original kernel does: a binary search whose last pivot is never
-compared. In every second interval between neighbours all values go to the lower one, which makes the
-error about one and a half times that of rounding to nearest; the published errors come from it.
+With `legacy`, values are rounded as in the original kernel: by a binary search that never compares its last
+pivot. In every second interval between neighbours all values are rounded to the lower one. The error is
+about one and a half times that of rounding to nearest. The published errors are those of this kernel.
 """
 
 import functools
@@ -33,7 +33,8 @@ TREE_NODES = (
     0.45, 0.5175, 0.585, 0.6525, 0.72, 0.7875, 0.855, 0.9225,
 )  # fmt: skip
 ZERO_RANK, ONE_RANK = 126, 127
-#: The legacy kernel's cuts, in table units: below the first is zero, above the second the top code.
+#: The legacy kernel's cuts, in table units: values below the first become zero, above the second the
+#: top code.
 CUTS = {
     "dynamic": (1.5e-6, 0.990703),
     "linear": (0.0, 0.990703),
@@ -108,15 +109,15 @@ class Dettmers(Format):
         )
 
     def _legacy_thresholds(self, order: Array) -> tuple[Array, Array]:
-        """Where the original search changes value, and whether the threshold itself belongs above.
+        """Return where the original search changes value, and whether the threshold itself rounds up.
 
         The search starts at rank 63 (dynamic) or 64 and halves its step six times, so the final pivot is
-        always even, or always odd. From the rank below a pivot the change is at the midpoint; from a
-        pivot it is just past the next rank.
+        always even, or always odd. Between a pivot and the rank below it, the value changes at the
+        midpoint. Between a pivot and the rank above it, the value changes just past that rank.
         """
         magnitudes = self.ranks[order]
         low, high = magnitudes[:-1], magnitudes[1:]
-        # In the order by magnitude, dynamic's zero comes first and moves its even ranks to odd places.
+        # Sorted by magnitude, dynamic's zero is first and moves its even ranks to odd positions.
         upper_is_pivot = np.arange(1, magnitudes.size) % 2 == 1
         thresholds = np.where(upper_is_pivot, (low + high) / 2, high)
         differ = low != high  # equal neighbours are searched, but are one value

@@ -16,9 +16,9 @@ NAN = 255
 class E8M0(Format):
     """The powers of two from 2**-127 to 2**127, without zero or sign, as ml_dtypes' `float8_e8m0fnu`.
 
-    Nearest is as ml_dtypes and torch have it: ties go up, not to the even code, and so does everything
-    between 2**-127 and 2**-126. Zero, negative numbers, infinities and NaN are NaN, and so is what rounds
-    to 2**128; what lies below 2**-127 becomes 2**-127.
+    Nearest is as in ml_dtypes and torch: ties round up, not to the even code, and so do all numbers between
+    2**-127 and 2**-126. Zero, negative numbers, infinities, NaN and numbers that round to 2**128 become
+    NaN. Positive numbers below 2**-127 become 2**-127.
 
     >>> from thinwire.formats import E8M0
     >>> E8M0().to_codes(torch.tensor([1.0, 3.0, 0.0]))

@@ -7,11 +7,11 @@
 | `fnuz` | the code of -0 is NaN, no Inf, no -0, bias one more | `float8_e4m3fnuz` |
 | `none` | every code is a finite number | `float4_e2m1fn` |
 
-A value beyond the range becomes Inf, or NaN where there is no Inf, or the largest value where there is
-neither or if `saturate` is set. With no mantissa bits (`man=0`) neighbours are powers of two and a tie,
-half-way between them, goes to the even exponent code. In `ieee` a format without mantissa bits has
-no NaN: NaN becomes Inf there, so that what is not finite stays not finite. Where no code is special
-(`none`), NaN becomes the zero of the opposite sign, as in ml_dtypes.
+A value beyond the range becomes Inf; NaN if there is no Inf; or the largest value if there is neither or
+if `saturate` is set. With no mantissa bits (`man=0`) neighbours are powers of two, and a tie, half-way
+between them, goes to the even exponent code. In `ieee` a format without mantissa bits has no NaN: NaN
+becomes Inf, so that it does not become finite. If no code is special (`none`), NaN becomes the zero of
+the opposite sign, as in ml_dtypes.
 """
 
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Float(Format):
     specials: str = "ieee"
     saturate: bool = False
     bias: int | None = None  #: None: 2**(exp-1) - 1, or one more for `fnuz`
-    subnormals: bool = True  #: False: between 0 and `min_normal` there is nothing
+    subnormals: bool = True  #: False: there are no values between 0 and `min_normal`
     label: str | None = field(default=None, compare=False)  #: a name other than the constructor call
 
     def __post_init__(self) -> None:
@@ -48,7 +48,9 @@ class Float(Format):
         if self.specials not in SPECIALS:
             raise FormatError(f"unknown specials '{self.specials}'; use one of: {', '.join(SPECIALS)}")
         if self._bias > 127:
-            raise FormatError(f"bias {self._bias} puts normal values under float32's; it can be at most 127")
+            raise FormatError(
+                f"bias {self._bias} puts normal values below float32's smallest; it can be at most 127"
+            )
         if self._max_code < 1 or (self._max_code >> self.man == 0 and not self.subnormals):
             raise FormatError(f"{self.name} holds no number but zero; add exponent or mantissa bits")
         if self._top_exponent > 127:

@@ -1,4 +1,4 @@
-"""Formats to look at: a number line for the terminal, and a plot of the values and of their errors."""
+"""Pictures of formats: a number line for the terminal, and a plot of the values and of their errors."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ SHADES = " ▁▂▃▄▅▆▇█"
 
 
 def number_line(format: Format, width: int = 72) -> list[str]:
-    """How densely the positive values lie on a logarithmic axis: a bar chart one line high, and its ends."""
+    """Return the density of positive values on a logarithmic axis: a one-line bar chart, and its ends."""
     positive = format._positive.astype(np.float64)
     low, high = math.log10(positive[0]), math.log10(positive[-1])
     if high == low:
@@ -29,12 +29,12 @@ def number_line(format: Format, width: int = 72) -> list[str]:
 
 
 def relative_error(format: Format, magnitudes: torch.Tensor) -> torch.Tensor:
-    """|round(x) - x| / x for positive x."""
+    """Return |round(x) - x| / x for positive x."""
     return (format.round(magnitudes).double() - magnitudes.double()).abs() / magnitudes.double()
 
 
 def plot(chosen: Sequence[Format], path: Path) -> None:
-    """Relative error against magnitude, above a number line for each format, into a PNG, SVG or PDF file."""
+    """Plot relative error against magnitude, above a number line per format, to a PNG, SVG or PDF file."""
     check_picture(path)
     try:
         import matplotlib
@@ -69,7 +69,7 @@ def plot(chosen: Sequence[Format], path: Path) -> None:
 
 
 def _draw(format: Format, row: int, points: torch.Tensor, above: Any, below: Any) -> None:
-    """One format's curve and its row of ticks."""
+    """Draw one format's curve and its row of ticks."""
     color = f"C{row % 10}"
     error = relative_error(format, points)
     error[(points < format.min_subnormal / 2) | (points > format.max)] = torch.nan

@@ -1,12 +1,12 @@
-"""Posits: a sign, a run of equal bits (the regime), up to `es` exponent bits, and what is left as fraction.
+"""Posits: a sign, a run of equal bits (the regime), up to `es` exponent bits, and the rest as fraction.
 
-Precision is highest near one and tapers off both ways. Codes of negative numbers are two's complement,
-one code is zero and one is NaR ("not a real"), which NaN and both infinities become.
+Precision is highest near one and falls in both directions. Codes of negative numbers are two's complement.
+One code is zero. Another is NaR ("not a real"), which NaN and both infinities become.
 
-Nearest follows the standard: the change-over between two codes is the posit one bit longer that lies
-between them (where the exponent is cut off, that is not the midpoint), a tie goes to the even code,
-values beyond `max` become `max`, and no non-zero value becomes zero. With `underflow`, values at or
-below 2**(-2**es * (n-1)) do become zero, as in PositNN (Raposo et al. 2021).
+Nearest follows the standard. The threshold between two codes is the posit with one more bit that lies
+between them; where the exponent is cut off, that is not the midpoint. A tie goes to the even code, values
+beyond `max` become `max`, and no non-zero value becomes zero. With `underflow`, values at or below
+2**(-2**es * (n-1)) do become zero, as in PositNN (Raposo et al. 2021).
 """
 
 import functools
@@ -61,7 +61,7 @@ class Posit(Format):
     @functools.cached_property
     def _book(self) -> codebook.Codebook:
         positive = posit_values(self.n, self.es)
-        between = posit_values(self.n + 1, self.es)[::2][: positive.size]  # below each value
+        between = posit_values(self.n + 1, self.es)[::2][: positive.size]  # the threshold below each value
         values = np.concatenate((-positive[::-1], [0.0], positive))
         codes = np.arange(-positive.size, positive.size + 1) % (1 << self.n)
         nar = 1 << (self.n - 1)
@@ -81,7 +81,7 @@ class Posit(Format):
 
 
 def posit_values(n: int, es: int) -> Array:
-    """The positive values of codes 1 .. 2**(n-1) - 1, ascending, as float64."""
+    """Return the positive values of codes 1 .. 2**(n-1) - 1, ascending, as float64."""
     body = np.arange(1, 1 << (n - 1))
     ones = body >> (n - 2) == 1
     rest = np.where(ones, ~body & ((1 << (n - 1)) - 1), body)

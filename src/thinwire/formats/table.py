@@ -1,4 +1,4 @@
-"""Formats that are nothing but a list of numbers, and the lists that the literature uses."""
+"""Formats defined by a list of numbers, and the lists that the literature uses."""
 
 import functools
 import zlib
@@ -26,9 +26,9 @@ NF4 = (
 
 @dataclass(frozen=True)
 class Table(Format):
-    """Any ascending list of up to 65536 numbers; the code of a number is its place in the list.
+    """Any ascending list of up to 65536 numbers; the code of a number is its index in the list.
 
-    Numbers are rounded to float32. Where a number stands several times, rounding returns its first place.
+    Numbers are rounded to float32. If a number is repeated, rounding returns its first index.
 
     >>> from thinwire.formats import Table
     >>> Table((-1.0, 0.0, 0.1, 1.0)).to_codes(torch.tensor([0.04, 0.06, 9.0]))
@@ -94,7 +94,7 @@ class Table(Format):
 
 
 def normal_quantiles(width: int) -> tuple[float, ...]:
-    """Quantiles of a normal distribution in [-1, 1], with a zero: QLoRA's construction for any width."""
+    """Return quantiles of a normal distribution in [-1, 1], with a zero: QLoRA's rule for any width."""
     if not 2 <= width <= 16:
         raise FormatError(f"normal_quantiles needs 2 to 16 bits, not {width}")
     half = 1 << (width - 1)
@@ -109,7 +109,10 @@ def normal_quantiles(width: int) -> tuple[float, ...]:
 
 
 def exponential(width: int, base: float = 0.5, zero: bool = True) -> tuple[float, ...]:
-    """Powers of `base` with both signs: NUQSGD's levels {0, +-1, +-1/2, ...}; its code has no zero."""
+    """Return powers of `base` with both signs: NUQSGD's levels {0, +-1, +-1/2, ...}.
+
+    NUQSGD's published code has no zero.
+    """
     if not 2 <= width <= 8 or not 0 < base < 1:
         raise FormatError(f"exponential needs 2 to 8 bits and 0 < base < 1, not {width} and {base}")
     count = (1 << (width - 1)) - zero
@@ -120,7 +123,7 @@ def exponential(width: int, base: float = 0.5, zero: bool = True) -> tuple[float
 
 
 def bnb_dynamic(signed: bool = True) -> tuple[float, ...]:
-    """The dynamic map of bitsandbytes: seven decades of evenly bisected values, 0 and 1, but no -1."""
+    """Return the dynamic map of bitsandbytes: seven decades of evenly bisected values, 0 and 1, but no -1."""
     numbers = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, (1 << (decade + (not signed))) + 1, dtype=torch.float32)
@@ -131,9 +134,9 @@ def bnb_dynamic(signed: bool = True) -> tuple[float, ...]:
 
 
 def bnb_linear(signed: bool = True) -> tuple[float, ...]:
-    """The linear map of bitsandbytes: 255 even steps over [-1, 1] and a zero, or 256 over [0, 1].
+    """Return the linear map of bitsandbytes: 255 even steps over [-1, 1] and a zero, or 256 over [0, 1].
 
-    In float32 the middle step comes out as 3.7e-9, beside the zero.
+    In float32 the middle step is 3.7e-9, next to the zero.
     """
     if not signed:
         return tuple(torch.linspace(0, 1, 256).tolist())

@@ -1,8 +1,8 @@
 """Thin adapters to training frameworks."""
 
-from thinwire.integrations.checkpoint import load_sharded, sharded_state
+from thinwire.integrations.checkpoint import reshard
+from thinwire.integrations.dcp import load_sharded, sharded_state
 from thinwire.integrations.ddp import attach, attached, detach, hook
-from thinwire.integrations.state import reshard
-from thinwire.integrations.wire import Wire
+from thinwire.integrations.handle import Handle
 
-__all__ = ["Wire", "attach", "attached", "detach", "hook", "load_sharded", "reshard", "sharded_state"]
+__all__ = ["Handle", "attach", "attached", "detach", "hook", "load_sharded", "reshard", "sharded_state"]

@@ -1,24 +1,24 @@
-"""Choosing a recipe by measuring: the fastest whose error is inside a budget, and float32 if that is as fast.
+"""Choose a recipe by measuring: the fastest whose error is inside a budget, or float32 if that is as fast.
 
     steps 1 - 8     plain float32, timed: how long a step takes, when each bucket is ready; more of them, up
                     to 29, as long as steps still get faster
     4 steps more    on a GPU: plain float32, sent when the backward pass is over, timed
-    8 steps more    plain float32, looked at: what each candidate would lose of these gradients
-    then            every candidate sends one step's buckets over this very link, twice; the second counts
+    8 steps more    plain float32; on these gradients the error of each candidate is measured
+    then            every candidate sends one step's buckets over this link, twice; the second counts
     6 steps each    the fastest predicted ones are tried, and the fastest measured one is kept;
                     on a GPU 9 steps, so that calls are recorded before they are timed
 
-The choice is a generator, as schedules are: it asks for measurements and is answered by whoever trains (see
-`pilot`). Every answer is a mean over ranks, so all ranks choose alike.
+The choice is a generator, as schedules are: it asks for measurements, and the trainer answers (see
+`auto_driver`). Every answer is a mean over ranks, so all ranks choose the same.
 
-A prediction starts from the measured float32 step and replaces what depends on the codec: how long buckets
-are on their way, and what that takes from the backward pass. On a CPU that is processor time, where there is
-no core to spare. On a GPU both share the processors in ways that differ from machine to machine: steps in
-which nothing is sent before the backward pass is over tell how much of communication was hidden behind it.
+A prediction starts from the measured float32 step and replaces what depends on the codec: the time to send
+buckets, and how much that slows the backward pass. On a CPU it costs processor time, if there is no core to
+spare. On a GPU both share the processors in ways that differ from machine to machine: steps in which nothing
+is sent before the backward pass ends show how much communication was hidden behind it.
 
-What a codec loses is judged by what reaches the weights. Without error feedback that is the error of one
-round trip. With feedback, what is not sent now is sent later: what counts is the residual that is left,
-beside the sum of the gradients of `HORIZON` steps.
+A codec is judged by the error that reaches the weights. Without error feedback that is the error of one
+round trip. With feedback, values that are not sent now are sent later: the error is the residual that is
+left, relative to the sum of the gradients of `HORIZON` steps.
 """
 
 import statistics
@@ -29,39 +29,39 @@ from typing import Any, TypeAlias
 from thinwire.errors import InputError
 
 CANDIDATES = ("fp32", "fp16", "int8", "int4", "onebit", "powersgd")
-BUDGET = 0.2  #: relative error of what reaches the weights
+BUDGET = 0.2  #: largest relative error that may reach the weights
 FIRST, MOST = 8, 29  #: steps in float32, at least and at most
-LOOK = 3  #: steps between looks at whether they still get faster
-STEADY = 0.96  #: of the time of the steps before: then they do not
-AUDIT = 8  #: steps whose gradients are looked at
+LOOK = 3  #: steps between checks whether they still get faster
+STEADY = 0.96  #: steps got faster if they took at most this share of those before
+AUDIT = 8  #: steps on whose gradients errors are measured
 HORIZON = 32  #: steps over which a residual counts
-TRIAL = 5  #: steps that a choice is timed, after one that is not
-TRIES = 4  #: choices that are tried, at most
-HOPE = 1.05  #: of the fastest measured: what is predicted to be faster than that is tried
-GAIN = 0.97  #: of a float32 step: a gain that is worth an error
-NEAR = 1.02  #: of the fastest: then the finest one is taken
+TRIAL = 5  #: steps for which a recipe is timed, after one that is not
+TRIES = 4  #: recipes that are tried, at most
+HOPE = 1.05  #: a recipe is tried if predicted below this multiple of the fastest measured
+GAIN = 0.97  #: a recipe must be faster than this share of a float32 step
+NEAR = 1.02  #: up to this multiple of the fastest, the smallest error decides
 
 
-# What it asks for, and how it is answered
+# Questions and answers
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Train so many steps as now, and time them. Answered by a `Profile`."""
+    """Train `count` more steps with the current recipe, and time them. Answered by a `Profile`."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Apart:
-    """The same with nothing sent before the backward pass is over."""
+    """The same, with nothing sent before the backward pass ends."""
 
     count: int = 4
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Look at the gradients of so many steps. Answered by every recipe's error."""
+    """Look at the gradients of `count` steps. Answered by every recipe's error."""
 
     recipes: tuple[str, ...]
     count: int = AUDIT
@@ -69,14 +69,14 @@ class Audit:
 
 @dataclass(frozen=True)
 class Probe:
-    """Send the buckets of one step by every recipe. Answered by costs."""
+    """Send the buckets of one step with every recipe. Answered by `Costs`."""
 
     recipes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Try:
-    """Train so many steps by a recipe, after some that do not count. Answered by a `Profile`."""
+    """Train `count` steps with a recipe, after some that do not count. Answered by a `Profile`."""
 
     recipe: str
     count: int = TRIAL
@@ -84,7 +84,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Keep:
-    """Go on with a recipe. Answered by None."""
+    """Continue with a recipe. The answer is ignored."""
 
     recipe: str
 
@@ -94,53 +94,53 @@ Ask: TypeAlias = Steps | Apart | Audit | Probe | Try | Keep
 
 @dataclass(frozen=True)
 class Profile:
-    """A step: its length, and when its buckets were ready, from the first one on."""
+    """The length of a step, and when its buckets were ready, counted from the first one."""
 
     step_s: float
     ready_s: tuple[float, ...] = ()
     nbytes: tuple[int, ...] = ()
-    faster: float = 1.0  #: its length beside that of the steps before
+    faster: float = 1.0  #: its length relative to the steps before
     sent_s: float = 0.0  #: from when the last bucket was ready until all were reduced
     host_s: float = 0.0  #: from the first to the last bucket, by the host's clock
 
 
 @dataclass(frozen=True)
 class Cost:
-    """All buckets with one codec, with nothing else going on."""
+    """The cost of sending all buckets with one recipe, while nothing else runs."""
 
     wall_s: float
     cpu_s: float  #: of this process, in all its threads
     sent_nbytes: int = 0
-    host_s: float = 0.0  #: on a GPU: until all of it was put on streams
+    host_s: float = 0.0  #: on a GPU: until all work was queued on streams
 
     def load(self, crowd: float) -> float:
-        """The share of a core that it takes."""
+        """The share of a core that communication takes."""
         return min(1.0, self.cpu_s * crowd / self.wall_s) if self.wall_s else 0.0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What every recipe costs; a crowd is ranks to a core, 0 where there are cores to spare."""
+    """The cost of every recipe; `crowd` is ranks per core, 0 if there are cores to spare."""
 
     by_recipe: Mapping[str, Cost]
     crowd: float = 0.0
 
 
-# What a step would take
+# Predictions
 
 
 def slowdown(profile: Profile, cost: Cost, crowd: float) -> float:
-    """By how much communication stretches a backward pass that it shares a core with."""
+    """The factor by which communication slows a backward pass on the same core."""
     last, whole = profile.ready_s[-1], sum(profile.nbytes) or 1
     beside = min(last, cost.wall_s * sum(profile.nbytes[:-1]) / whole)
     return 1 + cost.load(crowd) * beside / last if last else 1.0
 
 
 def communication_end(profile: Profile, cost: Cost, crowd: float = 0.0) -> float:
-    """When the last bucket is back, counted from the first one's arrival.
+    """Seconds from the first bucket's arrival until the last bucket is reduced.
 
-    Buckets are on their way one after another, each for its share of the whole time, and for longer beside a
-    backward pass that wants the same core. The profile is that of a backward pass with nothing beside it.
+    Buckets are sent one after another. Each takes its share of the whole time, and more during a backward
+    pass that uses the same core. The profile is that of a backward pass while nothing is sent.
     """
     whole, at = sum(profile.nbytes) or 1, 0.0
     slower = slowdown(profile, cost, crowd)
@@ -152,7 +152,7 @@ def communication_end(profile: Profile, cost: Cost, crowd: float = 0.0) -> float
 
 
 def predict(profile: Profile, fp32: Cost, other: Cost, crowd: float = 0.0) -> float:
-    """The length of a step with another codec.
+    """Predict the length of a step with another codec.
 
     >>> link = Profile(1.0, (0.0, 0.1), (4_000_000, 4_000_000))
     >>> round(predict(link, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)
@@ -165,10 +165,10 @@ def predict(profile: Profile, fp32: Cost, other: Cost, crowd: float = 0.0) -> fl
 
 
 def predict_beside(profile: Profile, apart: Profile, fp32: Cost, other: Cost) -> float:
-    """The same from a step in which computing and communication were apart.
+    """Predict the same from a step in which computing and communication did not overlap.
 
-    What float32 hid behind computing, as a share of what it could, another codec hides too. Where the host is
-    no faster than the GPU, the time that it takes to send buckets makes the backward pass longer.
+    Of the communication that can be hidden behind computing, another codec hides the same share as float32.
+    If the host is no faster than the GPU, its time to send buckets makes the backward pass longer.
 
     >>> apart = Profile(1.2, (0.0, 0.2), (4_000_000, 4_000_000), sent_s=0.8)     # 0.2 s before and after
     >>> round(predict_beside(Profile(1.2), apart, Cost(0.8, 0.0), Cost(0.2, 0.0)), 3)     # nothing was hidden
@@ -186,7 +186,7 @@ def predict_beside(profile: Profile, apart: Profile, fp32: Cost, other: Cost) ->
 
 
 def _stretched(profile: Profile, cost: Cost) -> Profile:
-    """With a backward pass in which the host also sends the buckets."""
+    """Add the host's time to send the buckets to the backward pass."""
     last = profile.ready_s[-1]
     slower = max(1.0, (profile.host_s + cost.host_s) / last) if last and profile.host_s else 1.0
     return replace(profile, ready_s=tuple(each * slower for each in profile.ready_s))
@@ -197,7 +197,7 @@ def _stretched(profile: Profile, cost: Cost) -> Profile:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of the table that says why."""
+    """One recipe in the table of `Choice.explain`."""
 
     codec: str
     predicted_step_s: float
@@ -205,20 +205,20 @@ class Candidate:
     error: float
     allowed: bool
     why: str
-    wall_s: float = 0.0  #: of all buckets, with nothing else going on
+    wall_s: float = 0.0  #: of all buckets, while nothing else runs
     cpu_s: float = 0.0
 
 
 @dataclass
 class Choice:
-    """What was measured and chosen so far."""
+    """The measurements and the choice so far."""
 
     budget: float = BUDGET
     candidates: tuple[str, ...] = CANDIDATES
     chosen: str = "fp32"
     settled: bool = False
     rows: list[Candidate] = field(default_factory=list)
-    tried: dict[str, float] = field(default_factory=dict)  #: measured steps, by recipe
+    tried: dict[str, float] = field(default_factory=dict)  #: seconds of a step, by recipe
     fp32_step_s: float | None = None
     profile: Profile | None = None
     apart: Profile | None = None  #: on a GPU
@@ -230,11 +230,11 @@ class Choice:
 
     @property
     def measured_step_s(self) -> float | None:
-        """Of the recipe chosen."""
+        """Measured seconds of a step with the chosen recipe."""
         return self.tried.get(self.chosen, self.fp32_step_s if self.settled else None)
 
     def next(self) -> str | None:
-        """What should be tried now; None if nothing left promises to be the fastest."""
+        """Return the recipe to try next; None if no other is predicted to be fast enough."""
         fastest = min([*self.tried.values(), self.fp32_step_s or 0.0])
         hope = HOPE * fastest if self.tried else GAIN * fastest
         left = [
@@ -249,7 +249,7 @@ class Choice:
         return min(near, key=lambda row: row.error).codec
 
     def best(self) -> str:
-        """The finest of the fastest that were measured, if it gains enough; else float32."""
+        """Return the most accurate of the fastest recipes measured, if it gains enough; else float32."""
         assert self.fp32_step_s is not None
         if not self.tried or min(self.tried.values()) >= GAIN * self.fp32_step_s:
             return "fp32"
@@ -258,7 +258,7 @@ class Choice:
         return min(near, key=lambda name: self.rows_by_name[name].error)
 
     def verdict(self) -> str:
-        """One line: what was chosen, compared with what, and why."""
+        """Return one line: the choice, its comparison with float32, and the reason."""
         if self.fp32_step_s is None:
             return "auto -> fp32: there is one rank, which sends nothing"
         fp32 = f"{self.fp32_step_s * 1e3:,.1f} ms"
@@ -273,7 +273,7 @@ class Choice:
         return f"auto -> {self.chosen}: {times}; error {row.error:.2g}, {budget}"
 
     def _next_best(self) -> str:
-        """Why it is none of the others."""
+        """Say why no other recipe was chosen."""
         others = [row for row in self.rows if row.allowed and row.codec != "fp32"]
         if not others:
             return f"every other recipe loses more than the error budget of {self.budget:g}"
@@ -289,7 +289,7 @@ class Choice:
         )
 
     def explain(self) -> str:
-        """The table that says why."""
+        """Return the table of all candidates."""
         lines = [
             "thinwire: auto",
             f"{'codec':10}{'ms a step':>10}{'measured':>10}{'MB sent':>10}{'error':>10}  ",
@@ -305,7 +305,7 @@ class Choice:
         return "\n".join(lines)
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`."""
+        """Return plain data, for `stats`."""
         row = self.rows_by_name.get(self.chosen)
         return {
             "chosen": self.chosen,
@@ -320,22 +320,22 @@ class Choice:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was chosen, if anything."""
+        """Return the choice; empty before it is made."""
         return self.describe() if self.settled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the choice of the run before; nothing is changed if the state is no such state."""
+        """Restore the choice of an earlier run; change nothing if the state is not valid."""
         rows, tried, step_s = state.get("candidates"), state.get("tried"), state.get("fp32_step_s")
         if not isinstance(rows, list | tuple) or not all(map(_is_row, rows)):
-            raise InputError("the state is damaged: 'auto' has no candidates that could have been chosen")
-        found = [Candidate(**each) for each in rows]
+            raise InputError("the state is damaged: 'auto' has no valid list of candidates")
+        candidates = [Candidate(**each) for each in rows]
         chosen = state.get("chosen")
-        if not isinstance(chosen, str) or chosen not in ["fp32", *(row.codec for row in found)]:
-            raise InputError(f"the state is damaged: 'auto' chose {chosen!r}, no candidate")
+        if not isinstance(chosen, str) or chosen not in ["fp32", *(row.codec for row in candidates)]:
+            raise InputError(f"the state is damaged: 'auto' chose {chosen!r}, which is no candidate")
         times = [*tried.values(), 0.0 if step_s is None else step_s] if isinstance(tried, Mapping) else [None]
         if not all(map(_is_number, times)) or not all(isinstance(name, str) for name in tried or ()):
             raise InputError("the state is damaged: 'auto' does not say how long steps took")
-        self.rows, self.chosen, self.settled, self.tried = found, chosen, True, dict(tried or {})
+        self.rows, self.chosen, self.settled, self.tried = candidates, chosen, True, dict(tried or {})
         self.fp32_step_s = step_s
 
 
@@ -344,7 +344,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_row(row: object) -> bool:
-    """Whether a candidate can be made of it."""
+    """Whether these are the fields of a `Candidate`."""
     if not isinstance(row, Mapping):
         return False
     texts, flag, every = ("codec", "why"), "allowed", {each.name for each in fields(Candidate)}
@@ -390,7 +390,7 @@ def _row(name: str, choice: Choice, error: float, costs: Costs) -> Candidate:
 
 
 def faster(steps_s: list[float]) -> float:
-    """How long the last few steps took, beside those before."""
+    """The time of the last few steps, relative to those before."""
     if len(steps_s) < 2 * LOOK:
         return 0.0  # too few to tell
     return statistics.median(steps_s[-LOOK:]) / statistics.median(steps_s[-2 * LOOK : -LOOK])

@@ -1,90 +1,129 @@
-"""A wire's state in a distributed checkpoint (`torch.distributed.checkpoint`), for any number of ranks.
+"""Save the state of a handle as plain tensors, load it, or convert it for another number of ranks.
 
-    dcp.save({"model": model.state_dict(), "wire": sharded_state(wire)}, checkpoint_id=folder)
-    load_sharded(wire, folder)
-
-Residuals differ between ranks, so every rank's lie under a name of its own. As many ranks go on bit for bit;
-another number gets the same debts (see `state`).
+For another number of ranks, residuals become what each rank would add to its next gradient (see
+`schedules.residuals`). Their mean over ranks stays the same.
 """
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from thinwire import policy as policies
+from thinwire.channel import Channel
 from thinwire.errors import InputError
-from thinwire.integrations import state as states
-from thinwire.integrations.wire import Wire
+from thinwire.integrations.checkpoint_checks import (
+    VERSION,
+    check,
+    check_auto,
+    check_ladder,
+    check_model,
+    names_of,
+    upgraded,
+)
+from thinwire.integrations.routes import Route
+from thinwire.schedules.residuals import gradient_residual
 
-REST = "rest"  # everything that is no tensor, as JSON
-BREAK = "|"
-
-
-def sharded_state(wire: Wire) -> dict[str, Any]:
-    """This rank's part of a checkpoint, under its own name."""
-    return {f"rank{wire.rank}": pack(wire.state_dict())}
-
-
-def load_sharded(wire: Wire, checkpoint: str | Path, key: str = "wire") -> None:
-    """Load what `sharded_state` gave; `key` is where it was put in the checkpoint."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(str(checkpoint))
-    try:
-        metadata = reader.read_metadata()
-    except (OSError, EOFError, UnpicklingError) as error:
-        raise InputError(f"{checkpoint} is no checkpoint of torch.distributed.checkpoint: {error}") from None
-    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
-    found: dict[str, dict[str, Any]] = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        path = paths.get(name, ())
-        if len(path) == 3 and path[0] == key:
-            is_tensor = isinstance(stored, TensorStorageMetadata)
-            empty = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else ""  # type: ignore[union-attr]
-            found.setdefault(str(path[1]), {})[str(path[2])] = empty
-    if not found:
-        raise InputError(f"the checkpoint {checkpoint} holds no wire's state under '{key}'")
-    own = f"rank{wire.rank}"
-    same = len(found) == wire.world
-    wanted = {own: found[own]} if same else found
-    load({key: wanted}, storage_reader=reader)
-    loaded = [unpack(each) for each in wanted.values()]
-    wire.load_state_dict(loaded[0] if same else states.reshard(loaded, wire.shapes))
+if TYPE_CHECKING:
+    from thinwire.integrations.handle import Handle
 
 
-def pack(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as tensors by path, and the rest as text."""
-    tensors: dict[str, Any] = {}
-    rest = _without_tensors(state, (), tensors)
-    return {**tensors, REST: json.dumps(rest)}
+def save(handle: "Handle") -> dict[str, Any]:
+    """Return plain tensors, numbers and strings, which later steps do not change."""
+    stale = handle.stale()  # first: with double buffering, residuals and ladders change until these arrive
+    return {
+        "version": VERSION,
+        "policy": handle.policy.to_toml(),
+        "step": handle.step,
+        "epoch": handle.epoch,
+        "rank": handle.rank,
+        "world": handle.world,
+        "channels": {codec: channel.state_dict() for codec, channel in handle.channels.items()},
+        "routes": {name: list(route) for name, route in handle.routes.items()},
+        "pending": {name: residual.clone() for name, residual in handle.pending.items()},
+        "stale": {name: gradient.clone() for name, gradient in stale.items()},
+        "ladder": handle.ladder_state.state_dict() if handle.ladder_state else {},
+        "auto": handle.auto.state_dict() if handle.auto is not None else {},
+    }
 
 
-def unpack(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """The way back."""
-    state: dict[str, Any] = json.loads(packed[REST])
-    for path, tensor in packed.items():
-        if path != REST:
-            *folders, name = path.split(BREAK)
-            here = state
-            for folder in folders:
-                here = here[folder]
-            here[name] = tensor
-    return state
+def load(handle: "Handle", state: Mapping[str, Any]) -> None:
+    """Load a state; change nothing if it does not fit."""
+    state = upgraded(state)
+    channels = check(state)
+    if state["world"] and (state["world"], state["rank"]) != (handle.world, handle.rank):
+        raise InputError(
+            f"the state is of rank {state['rank']} of {state['world']}, this is rank {handle.rank} of "
+            f"{handle.world}: each rank loads its own, or all load one made by thinwire.integrations.reshard"
+        )
+    if state["stale"] and not handle.double_buffer:
+        raise InputError(
+            "the state is of a run with double buffering and holds gradients for the next step; attach with "
+            "double_buffer=True, or drop them: state['stale'] = {}"
+        )
+    check_model(state, channels, handle.shapes)
+    policy, ladder_state, measures = handle.policy, handle.ladder_state, False
+    if handle.auto is not None and state["auto"]:
+        policy, ladder_state = policies.get(check_auto(state["auto"])), None
+    elif handle.auto is not None and not handle.auto.settled:
+        measures = True  # "auto" starts again, in float32
+    if state["policy"] != policy.to_toml() and not measures:
+        raise InputError(
+            "the state is of another policy; attach with that one, or start without its residuals"
+        )
+    if not measures:
+        check_ladder(state["ladder"], ladder_state, handle.shapes)
+    if handle.auto is not None and state["auto"]:
+        handle.auto.load_state_dict(handle, state["auto"])
+    if ladder_state is not None and not measures:
+        ladder_state.load_state_dict(state["ladder"])
+    pending, stale = (
+        {name: tensor.detach().clone() for name, tensor in state[key].items()} for key in ("pending", "stale")
+    )
+    routes = {name: Route(codec, schedule) for name, (codec, schedule) in state["routes"].items()}
+    handle.restore(channels, pending, stale, routes)
+    handle.step, handle.epoch = 0 if measures else state["step"], state["epoch"]
 
 
-def _without_tensors(value: Any, path: tuple[str, ...], tensors: dict[str, Any]) -> Any:
-    if isinstance(value, Mapping):
-        rest = {}
-        for name, each in value.items():
-            if isinstance(each, Tensor):
-                tensors[BREAK.join((*path, str(name)))] = each
-            else:
-                rest[str(name)] = _without_tensors(each, (*path, str(name)), tensors)
-        return rest
-    return value
+def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Merge the states of all ranks of a run into one, which any number of ranks can load.
+
+    `shapes` are those of the parameters, by name. The mean of the residuals over ranks stays the same.
+    """
+    if not isinstance(states, Sequence) or not isinstance(shapes, Mapping):
+        raise InputError("reshard takes a list of all ranks' states, and the shapes of parameters by name")
+    states = [upgraded(state) for state in states]
+    for state in states:
+        if unknown := sorted(names_of(state, check(state)) - shapes.keys()):
+            raise InputError(f"shapes lacks {', '.join(unknown[:4])}, which the states have residuals of")
+    world = len(states)
+    if not world or sorted(state["rank"] for state in states) != list(range(world)):
+        ranks = ", ".join(str(state["rank"]) for state in states)
+        raise InputError(
+            f"reshard needs the states of all ranks, each once; these are of ranks {ranks or '(none)'}"
+        )
+    if any(state["world"] != world for state in states) or len({_what(state) for state in states}) > 1:
+        raise InputError("these states are not of one run: policies, steps or numbers of ranks differ")
+    pending: dict[str, Tensor] = {}
+    for state in sorted(states, key=lambda each: each["rank"]):
+        for name, residual in gradient_residuals(state, shapes).items():
+            pending[name] = pending.get(name, 0) + residual / world
+    blank = {"version": VERSION, "rank": -1, "world": 0, "channels": {}, "routes": {}, "pending": pending}
+    return {**states[0], **blank}
+
+
+def gradient_residuals(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return what one rank's state would add to its next gradients, by parameter."""
+    residuals = {name: residual.clone() for name, residual in state["pending"].items()}
+    for codec, saved in state["channels"].items():
+        channel = Channel(codec)
+        channel.load_state_dict(saved)
+        for name, shape in shapes.items():
+            residual = gradient_residual(channel, name, shape, state["rank"], state["world"])
+            if residual is not None:
+                residuals[name] = residuals[name] + residual if name in residuals else residual
+    return residuals
+
+
+def _what(state: Mapping[str, Any]) -> tuple[str, int]:
+    return str(state["policy"]), int(state["step"])

@@ -1,7 +1,7 @@
 """DistributedDataParallel: gradients are encoded as they become ready.
 
 model = DistributedDataParallel(net)
-wire = thinwire.attach(model, "int8")          # one line
+handle = thinwire.attach(model, "int8")          # one line
 """
 
 import weakref
@@ -21,25 +21,25 @@ from thinwire.codecs.own import identity
 from thinwire.errors import InputError
 from thinwire.integrations import warm
 from thinwire.integrations.auto import BUDGET, Choice
-from thinwire.integrations.meter import Board
-from thinwire.integrations.pilot import Pilot
+from thinwire.integrations.auto_driver import AutoDriver
+from thinwire.integrations.handle import Handle
+from thinwire.integrations.metrics import Board
+from thinwire.integrations.metrics_report import wire_nbytes
 from thinwire.integrations.run import plain
-from thinwire.integrations.stats import wire_nbytes
 from thinwire.integrations.tell import tell
-from thinwire.integrations.wire import Wire
-from thinwire.policy import LADDER, NOOP, Policy, Tensorlike
+from thinwire.policy import LADDER, NOOP, Policy, TensorInfo
 from thinwire.runtimes import process_group
 from thinwire.runtimes.job import Call
 
-COMPILING = 3  #: steps in which a GPU's kernels are compiled: DDP makes its buckets anew after the first
+COMPILING = 3  #: steps in which a GPU's kernels are compiled: DDP rebuilds its buckets after the first step
 AUTO = "auto"
 
 
 @dataclass
 class Slot:
-    """What a model's hook looks at, as a hook can be registered once only."""
+    """The state of a model's hook: DDP takes a hook only once, so a new handle is put here."""
 
-    wire: Wire
+    handle: Handle
 
 
 _slots: "weakref.WeakKeyDictionary[nn.Module, Slot]" = weakref.WeakKeyDictionary()
@@ -54,136 +54,138 @@ def attach(
     shadow: int = 0,
     tensorboard: Any = None,
     error_budget: float = BUDGET,
-) -> Wire:
-    """Send a model's gradients as a policy, a recipe or a codec says, from the next backward pass on.
+) -> Handle:
+    """Send a model's gradients by a policy, a recipe or a codec, from the next backward pass on.
 
-    The handle that is returned counts bytes and owns the residuals: save its `state_dict` beside the model's.
-    Attaching again replaces what was attached.
+    Return a handle, which counts bytes and owns the residuals: save its `state_dict` beside the model's.
+    Attaching again replaces the handle.
 
     codec: a recipe (`int8`), a codec's spec (`int8/256`), a `Codec` or `Format` of your own, a TOML file or a
         `Policy`; `auto` measures and chooses; `noop` sends nothing, to see how fast training would be without
-        a wire: replicas drift apart.
+        communication: replicas drift apart.
     seed: of random rounding.
-    double_buffer: every step uses the gradients of the step before, so that communication has a whole step's
-        time; the first step's gradients are zero.
-    shadow: every so many steps, gradients are also reduced in float32 and the true error is measured.
+    double_buffer: every step uses the gradients of the step before, so communication may take a whole step;
+        the first step's gradients are zero.
+    shadow: every `shadow` steps, gradients are also reduced in float32 and the true error is measured.
     tensorboard: a folder, or a SummaryWriter; rank 0 writes.
-    error_budget: for `auto`: what may be lost of a gradient, relative to its norm; with error feedback, what
-        is left of it after many steps.
+    error_budget: for `auto`: the largest error of a gradient, relative to its norm; with error feedback, the
+        residual left after many steps.
     """
     model = _compiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise InputError(_refusal(model))
     group = model.process_group
     assert isinstance(group, dist.ProcessGroup)
-    pilot = Pilot(Choice(error_budget)) if codec == AUTO else None
-    wire = Wire(policy.get("fp32" if pilot else codec), group, seed, double_buffer, shadow, None, pilot)
-    know(wire, model.module)
-    _compare(wire, model, error_budget if pilot else None)
-    said = _first_line(wire, wire.trained)  # by all ranks, as it finds tensors that no rule takes
-    _prepare(wire, model)
+    driver = AutoDriver(Choice(error_budget)) if codec == AUTO else None
+    handle = Handle(policy.get("fp32" if driver else codec), group, seed, double_buffer, shadow, None, driver)
+    know(handle, model.module)
+    _compare(handle, model, error_budget if driver else None)
+    first_line = _first_line(handle, handle.trained)  # on all ranks: it raises if no rule matches a tensor
+    _prepare(handle, model)
     slot = _slots.get(model)
     if slot is None:
-        slot = Slot(wire)
+        slot = Slot(handle)
         model.register_comm_hook(slot, hook)
         _slots[model] = slot
-    slot.wire = wire
-    wire.joins = True  # DDP uses gradients when all buckets are there
-    if wire.rank == 0:
-        wire.board = None if tensorboard is None else Board(tensorboard)
-        tell(said)
-    return wire
+    slot.handle = handle
+    handle.joins = True  # DDP uses gradients only after the last bucket
+    if handle.rank == 0:
+        handle.board = None if tensorboard is None else Board(tensorboard)
+        tell(first_line)
+    return handle
 
 
-def _prepare(wire: Wire, model: DistributedDataParallel) -> None:
-    """Compile what the first steps will need, so that none of them stands still without a word.
+def _prepare(handle: Handle, model: DistributedDataParallel) -> None:
+    """Compile the loops of the first steps, so that none of them stalls silently.
 
-    On a GPU kernels are made for the places of tensors in buckets, which nobody knows yet: there the first
+    On a GPU kernels depend on the places of tensors in buckets, which are not known yet: there the first
     steps compile, and a line says so.
     """
-    where = next((each.device for each in model.parameters()), torch.device("cpu"))
-    if wire.world == 1 or wire.policy.name == NOOP or where.type != "cpu":
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if handle.world == 1 or handle.policy.name == NOOP or device.type != "cpu":
         return
-    recipes = wire.pilot.choice.candidates if wire.pilot is not None else ()
-    policies = [policy.get(each) for each in recipes] or [wire.policy]
-    say = tell if wire.rank == 0 else _silent
-    warm.warm(warm.routes(policies, wire.trained, wire.world), where, say, audit=recipes)
+    recipes = handle.auto.choice.candidates if handle.auto is not None else ()
+    policies = [policy.get(each) for each in recipes] or [handle.policy]
+    say = tell if handle.rank == 0 else _silent
+    warm.warm(warm.routes(policies, handle.trained, handle.world), device, say, audit=recipes)
 
 
 def _silent(_line: str) -> None:
-    """Ranks other than the first."""
+    """Print nothing, on ranks other than the first."""
 
 
 def _refusal(model: object) -> str:
-    """Why a model cannot be attached to."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # which takes half a second
+    """Say why `attach` refuses a model."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import: half a second
 
-    taken = "attach takes a DistributedDataParallel model"
+    accepted = "attach takes a DistributedDataParallel model"
     if isinstance(model, FSDPModule | FullyShardedDataParallel):
-        return f"{taken}; FSDP is not supported: what it sends stays as torch sends it, uncompressed"
+        return f"{accepted}; FSDP is not supported: what it sends stays as torch sends it, uncompressed"
     if isinstance(model, nn.DataParallel):
-        return f"{taken}; DataParallel has one process: use one for each GPU, and DistributedDataParallel"
+        return f"{accepted}; DataParallel has one process: use one for each GPU, and DistributedDataParallel"
     if isinstance(model, nn.Module):
-        return f"{taken}, not {type(model).__name__}; wrap it: DistributedDataParallel(model)"
-    return f"{taken}, not {type(model).__name__}"
+        return f"{accepted}, not {type(model).__name__}; wrap it: DistributedDataParallel(model)"
+    return f"{accepted}, not {type(model).__name__}"
 
 
-def _compare(wire: Wire, model: DistributedDataParallel, budget: float | None) -> None:
-    """That all ranks attach the same; else they would send different bytes, or at different times."""
-    if wire.world == 1:
+def _compare(handle: Handle, model: DistributedDataParallel, budget: float | None) -> None:
+    """Check that all ranks attach the same; else they would send different bytes, or at different times."""
+    if handle.world == 1:
         return
-    where = next((each.device for each in model.parameters()), torch.device("cpu"))
-    policy_of = wire.policy
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    policy_of = handle.policy
     ladder = policy_of.ladder.levels if policy_of.ladder else ()
     used = [rule.codec for rule in policy_of.rules if rule.codec != LADDER]
     own = [identity(get_codec(each)) for each in (*used, *ladder)]
     rules = zlib.crc32(f"{policy_of.to_toml()}{own}".encode())
-    detail = f"rules {rules:08x}, seed {wire.seed}, double_buffer {wire.double_buffer}, shadow {wire.shadow}"
+    detail = (
+        f"rules {rules:08x}, seed {handle.seed}, double_buffer {handle.double_buffer}, shadow {handle.shadow}"
+    )
     detail += f", error_budget {budget}" if budget is not None else ""
-    name = AUTO if wire.pilot is not None else policy_of.name
-    process_group.line(wire.group, where).compare(Call("attach", name, (), "", "", detail))
+    name = AUTO if handle.auto is not None else policy_of.name
+    process_group.runtime_of(handle.group, device).compare(Call("attach", name, (), "", "", detail))
 
 
 def detach(model: DistributedDataParallel) -> None:
-    """From the next backward pass on the model communicates as DDP does by itself."""
-    wire = attached(model)
-    if wire is None:
+    """Let the model communicate as plain DDP, from the next backward pass on."""
+    handle = attached(model)
+    if handle is None:
         raise InputError("nothing is attached to this model")
-    wire.detach()
+    handle.detach()
 
 
-def attached(model: nn.Module) -> Wire | None:
-    """What is attached to a model."""
+def attached(model: nn.Module) -> Handle | None:
+    """Return the handle attached to a model, or None."""
     slot = _slots.get(_compiled(model))
-    return None if slot is None or slot.wire.detached else slot.wire
+    return None if slot is None or slot.handle.detached else slot.handle
 
 
 def _compiled(model: Any) -> Any:
-    """What torch.compile wraps, or the model itself."""
+    """Return the model that torch.compile wraps, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
-def know(wire: Wire, net: nn.Module) -> None:
-    """Tell a wire the names of a network's parameters."""
+def know(handle: Handle, net: nn.Module) -> None:
+    """Give a handle the names of a network's parameters."""
     for tensor, parameter in zip(policy.describe(net), net.parameters(), strict=True):
-        wire.tensors[id(parameter)] = parameter, tensor
+        handle.tensors[id(parameter)] = parameter, tensor
 
 
 def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A DDP communication hook; its state is a `Wire`, or the slot of one."""
-    wire = state.wire if isinstance(state, Slot) else state
-    assert isinstance(wire, Wire)
-    if wire.detached:
-        return wire.promised(plain(bucket.buffer(), wire.group), bucket)
-    if wire.step > COMPILING or wire.rank or not bucket.buffer().is_cuda:
-        return wire.reduce(bucket)
+    """A DDP communication hook; its state is a `Handle`, or the slot of one."""
+    handle = state.handle if isinstance(state, Slot) else state
+    assert isinstance(handle, Handle)
+    if handle.detached:
+        return handle.promised(plain(bucket.buffer(), handle.group), bucket)
+    if handle.step > COMPILING or handle.rank or not bucket.buffer().is_cuda:
+        return handle.reduce(bucket)
     with warm.patience(tell, bucket.buffer().device):
-        return wire.reduce(bucket)
+        return handle.reduce(bucket)
 
 
-def _first_line(wire: Wire, tensors: list[Tensorlike]) -> str:
-    chosen = wire.policy
-    if wire.pilot is not None:
+def _first_line(handle: Handle, tensors: list[TensorInfo]) -> str:
+    chosen = handle.policy
+    if handle.auto is not None:
         return f"thinwire: auto: {len(tensors)} tensors; measuring during the first steps, in fp32"
     if chosen.name == NOOP:
         return "thinwire: noop: nothing is sent and replicas drift apart; for measuring only"
@@ -192,7 +194,7 @@ def _first_line(wire: Wire, tensors: list[Tensorlike]) -> str:
     sent = sum(wire_nbytes(rule, tensor.shape) for rule, tensor in zip(rules, tensors, strict=True))
     share = sent / max(1, sum(4 * tensor.numel for tensor in tensors))
     if not encoded and any(rule.codec != "fp32" for rule in chosen.rules):
-        why = "; ".join(sorted({rule.why for rule in rules if rule.why})) or "no rule takes them"
+        why = "; ".join(sorted({rule.why for rule in rules if rule.why})) or "their rules say fp32"
         return (
             f"thinwire: {chosen.name}: all {len(tensors)} tensors stay in fp32 ({why}): nothing is compressed"
         )

@@ -1,7 +1,7 @@
-"""Futures of several calls as one, right on GPUs too.
+"""One future for several calls, correct on GPUs too.
 
-torch's `collect_all` keeps no streams: whoever waits for it may read what a GPU has yet to write. Here the
-last call to end waits, on its own stream, for what all others have put on theirs.
+torch's `collect_all` ignores streams: its waiter may read memory that a GPU has yet to write. Here the last
+call to complete waits, on its own stream, for the work of all others.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ def gathered(
     device: torch.device,
     failed: Callable[[Exception], Exception] = lambda error: error,
 ) -> "Future[Tensor]":
-    """A future of what `finish` returns, which is called once all are done; `failed` words their errors."""
+    """Return a future of `finish()`, which runs once all are done; `failed` rewords their errors."""
     whole: Future[Tensor] = Future(devices=_devices(device))
-    left, door = [len(futures)], threading.Lock()
+    left, lock = [len(futures)], threading.Lock()
 
     def count(_: "Future[Any]") -> None:
-        with door:
+        with lock:
             left[0] -= 1
             if left[0]:
                 return
         try:
             for future in futures:
-                future.wait()  # raises what went wrong; on a GPU the current stream waits
+                future.wait()  # raises the call's error; on a GPU the current stream waits
         except Exception as error:  # noqa: BLE001
             whole.set_exception(failed(error))  # type: ignore[arg-type]
             return
@@ -47,7 +47,7 @@ def gathered(
 
 
 def followed(future: "Future[Any]", then: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
-    """The same future, done once `then` has run. Its value is a tensor, or no stream would be waited for."""
+    """Return a future that is done once `then` has run. Without a tensor as value no stream would wait."""
 
     def finish() -> Tensor:
         then()
@@ -57,35 +57,43 @@ def followed(future: "Future[Any]", then: Callable[[], None], tensor: Tensor) ->
 
 
 def raise_when_waited_for(futures: "Sequence[Future[Any]]") -> None:
-    """At the end of this backward pass wait for futures, and raise what went wrong as it is.
+    """Wait for futures at the end of this backward pass, and raise their errors unchanged.
 
-    DDP, which waits too, knows a failed future of Python only as a result that is no tensor.
+    DDP waits too, but reports a failed Python future only as a result that is not a tensor.
     """
 
     def wait() -> None:
         for future in futures:
             future.wait()
 
-    with contextlib.suppress(RuntimeError):  # there is no backward pass: ranks that `join` only answer others
+    with contextlib.suppress(RuntimeError):  # no backward pass: a rank in `join` only answers other ranks
         torch.autograd.Variable._execution_engine.queue_callback(wait)
 
 
 def ready(buffer: Tensor) -> "Future[Tensor]":
-    """A future that is done."""
+    """Return a completed future; on a GPU, of work on the current stream."""
     future: Future[Tensor] = Future(devices=_devices(buffer.device))
     future.set_result(buffer)
     return future
 
 
+def done(buffer: Tensor) -> "Future[Tensor]":
+    """Return a completed future without streams: users of the buffer wait for it by other means."""
+    future: Future[Tensor] = Future()
+    future.set_result(buffer)
+    return future
+
+
 def pending(like: Tensor) -> "Future[Tensor]":
-    """A future that somebody will complete."""
+    """Return a future to complete later."""
     return Future(devices=_devices(like.device))
 
 
-def pass_on(promised: "Future[Tensor]", done: "Future[Tensor]") -> None:
-    """Complete a future as another one was, from that one's callback."""
+def pass_on(promised: "Future[Tensor]", buffer: Tensor, whole: "Future[Tensor]") -> None:
+    """Complete a bucket's future with the outcome of its call; runs in the call's callback."""
     try:
-        promised.set_result(done.value())
+        whole.value()
+        promised.set_result(buffer)
     except Exception as error:  # noqa: BLE001
         promised.set_exception(error)  # type: ignore[arg-type]
 

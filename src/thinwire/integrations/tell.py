@@ -1,4 +1,4 @@
-"""One line for whoever watches a run: to the log, if somebody reads it there, else to standard error."""
+"""Lines for the user: to the log, if that shows INFO, else to standard error."""
 
 import logging
 import sys
@@ -7,9 +7,9 @@ log = logging.getLogger("thinwire")
 
 
 def tell(line: str) -> None:
-    """Say what was done without being asked: few lines, and by one rank only.
+    """Tell the user of an action of the library: few lines, and on one rank only.
 
-    `logging.basicConfig(level=logging.INFO)` sends them where the program's own lines go;
+    `logging.basicConfig(level=logging.INFO)` sends them to the program's own log;
     `logging.getLogger("thinwire").disabled = True` silences them.
     """
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():

@@ -1,7 +1,7 @@
-"""Hot loops on plain arrays and parameters, one module per kind of hardware, all with the same bits.
+"""Inner loops on plain arrays and parameters, one module per kind of hardware; all return the same bits.
 
-`reference` is plain torch and defines the result; `cpu` is Numba; `cuda` is Triton. This file alone
-decides which of them serves a tensor, and says why one does not.
+`reference` is plain torch and defines the result. `cpu` uses Numba, `cuda` uses Triton. Only this file
+decides which module serves a tensor, and reports why a module is not available.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.errors import InputError, MissingDependencyError
 from thinwire.kernels.gemm_params import GemmParams
 from thinwire.kernels.gemm_quire import Extent
-from thinwire.kernels.params import BlockParams, Draw, Params, Segments, SignPlan, WirePlan
+from thinwire.kernels.params import BlockParams, Draw, Params, Segments, SignLayout, WireLayout
 from thinwire.kernels.reference import Key, code_dtype, stream_words
 
 __all__ = ["Key", "available", "code_dtype", "from_codes", "round", "stream_words", "to_codes"]
@@ -24,7 +24,7 @@ __all__ = ["Key", "available", "code_dtype", "from_codes", "round", "stream_word
 def to_codes(
     params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
 ) -> None:
-    """Codes of a flat, contiguous tensor into `out`."""
+    """Write the codes of a flat, contiguous tensor to `out`."""
     if out.numel():
         _backend(x.device).to_codes(params, x, out, mode, key, words)
 
@@ -32,13 +32,13 @@ def to_codes(
 def round(
     params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
 ) -> None:
-    """Rounded values of a flat, contiguous tensor into `out`."""
+    """Write the rounded values of a flat, contiguous tensor to `out`."""
     if out.numel():
         _backend(x.device).round(params, x, out, mode, key, words)
 
 
 def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
-    """Values of flat, contiguous codes into `out`."""
+    """Write the values of flat, contiguous codes to `out`."""
     if out.numel():
         _backend(codes.device).from_codes(params, codes, out)
 
@@ -47,59 +47,59 @@ def block_encode(
     p: BlockParams,
     x: Tensor,
     wire: Tensor,
-    plan: WirePlan,
+    plan: WireLayout,
     key: Key | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """Rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
+    """Encode rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
     _blocks(x.device).encode(p, x, wire, plan, key, residual)
 
 
 def block_decode(
-    p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool
+    p: BlockParams, wire: Tensor, out: Tensor, plan: WireLayout, weight: float, *, add: bool
 ) -> None:
-    """Wires into rows, or added to them; the weight goes into the scales."""
+    """Decode wires into rows, or add to them; `weight` multiplies the scales."""
     _blocks(wire.device).decode(p, wire, out, plan, weight, add=add)
 
 
 def block_reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None = None
+    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None = None
 ) -> None:
-    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
     _blocks(wires.device).reduce(p, wires, out, plan, weight, key)
 
 
 def magnitudes(x: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each block of float32 rows, as an int32 pattern; NaN is the largest of all."""
+    """Return the int32 pattern of the largest magnitude of each block of float32 rows; NaN is largest."""
     return _blocks(x.device).magnitudes(x, block)
 
 
 def onebit_encode(
-    x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None = None
+    x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None = None
 ) -> None:
-    """Rows into wires of one bit to an element; see `onebit_reference.encode`."""
+    """Encode rows with one bit per element; see `onebit_reference.encode`."""
     _blocks(x.device).onebit_encode(x, wire, plan, threshold, residual)
 
 
-def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
-    """The way back, or added to what is there."""
+def onebit_decode(wire: Tensor, out: Tensor, plan: SignLayout, weight: float, *, add: bool) -> None:
+    """Decode one-bit wires into rows, or add to them."""
     _blocks(wire.device).onebit_decode(wire, out, plan, weight, add=add)
 
 
-def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
-    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+def onebit_reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
     _blocks(wires.device).onebit_reduce(wires, out, plan, threshold, weight)
 
 
-# Segments: rows of different lengths, all in one launch on a GPU. Elements, residuals and wires are flat.
+# Segments are rows of different lengths; a GPU takes one launch for all. All tensors are flat.
 
 
 def put_draw(draw: Draw, words: Tensor | None, device: torch.device) -> Tensor:
-    """A draw's numbers into a GPU's memory, in the order of the current stream; made if there is none yet."""
-    where = _segments(device)
+    """Write a draw's numbers to GPU memory in current-stream order; `words` is allocated if None."""
+    module = _segments(device)
     if words is None:
-        words = torch.empty(where.WORDS, dtype=torch.int32, device=device)
-    where.put_draw(draw, words)
+        words = torch.empty(module.WORDS, dtype=torch.int32, device=device)
+    module.put_draw(draw, words)
     return words
 
 
@@ -111,7 +111,7 @@ def block_encode_segments(
     draw: Draw | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """Each segment into its wire; see `segment_reference.encode`. A GPU also reads x of 16 bits."""
+    """Encode each segment into its wire; see `segment_reference.encode`. A GPU also reads 16-bit x."""
     if segments.plans:
         _segments(x.device).encode(p, x, wire, segments, draw, residual)
 
@@ -125,12 +125,15 @@ def block_decode_segments(
     count: int = 1,
     stride: int = 0,
 ) -> None:
-    """Weighted sums of `count` wires of each segment, `stride` bytes apart; a GPU also writes 16 bits."""
+    """Write the weighted sum of each segment's `count` wires, `stride` bytes apart.
+
+    A GPU also writes 16-bit `out`.
+    """
     if segments.plans:
         _segments(wires.device).decode(p, wires, out, segments, weight, count, stride)
 
 
-def block_reduce_segments(  # noqa: PLR0913 (wires, and what becomes of them)
+def block_reduce_segments(  # noqa: PLR0913 (wires, how to sum them, how to encode the sum)
     p: BlockParams,
     wires: Tensor,
     out: Tensor,
@@ -141,7 +144,7 @@ def block_reduce_segments(  # noqa: PLR0913 (wires, and what becomes of them)
     draw: Draw | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """Those sums into the wires of `out`; see `segment_reference.reduce`."""
+    """Encode the weighted sums of each segment's wires into `out`; see `segment_reference.reduce`."""
     if segments.plans:
         _segments(wires.device).reduce(p, wires, out, segments, weight, count, stride, draw, residual)
 
@@ -149,7 +152,7 @@ def block_reduce_segments(  # noqa: PLR0913 (wires, and what becomes of them)
 def onebit_encode_segments(
     x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None = None
 ) -> None:
-    """Each segment into its wire of one bit to an element."""
+    """Encode each segment into its wire, with one bit per element."""
     if segments.plans:
         _segments(x.device).onebit_encode(x, wire, segments, threshold, residual)
 
@@ -157,7 +160,7 @@ def onebit_encode_segments(
 def onebit_decode_segments(
     wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int = 1, stride: int = 0
 ) -> None:
-    """As `block_decode_segments`."""
+    """As `block_decode_segments`, for one bit per element."""
     if segments.plans:
         _segments(wires.device).onebit_decode(wires, out, segments, weight, count, stride)
 
@@ -172,21 +175,21 @@ def onebit_reduce_segments(
     stride: int,
     residual: Tensor | None = None,
 ) -> None:
-    """As `block_reduce_segments`."""
+    """As `block_reduce_segments`, for one bit per element."""
     if segments.plans:
         module = _segments(wires.device)
         module.onebit_reduce(wires, out, segments, threshold, weight, count, stride, residual)
 
 
 def segment_magnitudes(x: Tensor, segments: Segments, residual: Tensor | None = None) -> Tensor:
-    """The pattern of each segment's largest |x (+ residual)|, int32; NaN is the largest of all."""
+    """Return the int32 pattern of each segment's largest |x (+ residual)|; NaN is largest."""
     if not segments.plans:
         return torch.zeros(0, dtype=torch.int32, device=x.device)
     return _segments(x.device).magnitudes(x, segments, residual)
 
 
 def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
-    """[batch, M, K] times [batch, K, N], with every step rounded; see `gemm_reference`."""
+    """Multiply [batch, M, K] by [batch, K, N] and round every step; see `gemm_reference`."""
     if out.numel():
         _module("gemm_cpu", "gemm_cuda", a.device).gemm(p, a, b, out, key)
 
@@ -194,29 +197,29 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
 def exact_gemm(
     a: Tensor, b: Tensor, out: Tensor, *, odd: bool, extents: tuple[Extent, Extent] | None = None
 ) -> None:
-    """The same with exact sums, rounded to float32 at the end, to nearest even or to odd: `gemm_exact`.
+    """Multiply with exact sums, rounded once to float32, to nearest even or to odd; see `gemm_exact`.
 
-    `extents` are where bits of a and b may lie, if that is known: a GPU then need not look.
+    `extents` bound the bit positions of a and b, if known; a GPU then need not scan them.
     """
     if out.numel():
         _module("gemm_cpu", "gemm_cuda", a.device).exact(a, b, out, odd=odd, extents=extents)
 
 
 def tally(x: Tensor, y: Tensor, bounds: Tensor, row: Tensor) -> None:
-    """Counts of what rounding x to y did, added to `row`; flat and contiguous, see `tally_reference`."""
+    """Add counts of the effects of rounding x to y to `row`; all are flat, see `tally_reference`."""
     if x.numel():
         _module("tally_reference", "tally_cuda", x.device).tally(x, y, bounds, row)
 
 
 def reads(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The input dtypes a device's kernels read without a conversion before the launch."""
+    """Return the input dtypes that a device's kernels read without a conversion before the launch."""
     if device.type == "cuda":
         return (torch.float32, torch.bfloat16, torch.float16)
     return (torch.float32,)
 
 
 def available() -> dict[str, str]:
-    """Each kernel module, and "active" or the reason why it is not."""
+    """Return for each kernel module "active" or the reason why it is not."""
     if not torch.cuda.is_available():
         cuda = "no CUDA device"
     elif importlib.util.find_spec("triton") is None:

@@ -1,4 +1,4 @@
-"""Block codecs on the CPU: lay out the arguments, spread the spans over torch's threads."""
+"""Block codecs on the CPU: prepare the arguments, and split the spans over torch's threads."""
 
 import functools
 import itertools
@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.kernels import (
-    block_loops,
+    block_numba,
     block_reference,
-    byte_loops,
+    byte_numba,
     cpu,
-    onebit_loops,
+    onebit_numba,
     onebit_reference,
     reference,
-    scale_loops,
+    scale_numba,
 )
 from thinwire.kernels.params import (
     CELL_BITS,
@@ -33,14 +33,14 @@ from thinwire.kernels.params import (
     FloatParams,
     GridParams,
     Params,
-    SignPlan,
+    SignLayout,
     StepsParams,
-    WirePlan,
+    WireLayout,
 )
 from thinwire.kernels.reference import Key
 
-SPAN = 1024  # elements that are worked on at a time: so few that memory is never idle for long
-LONG_SPAN = 8192  # for loops that take longer to set up: look-ups, random words, residuals
+SPAN = 1024  # elements processed at a time, few enough that memory is never idle for long
+LONG_SPAN = 8192  # for loops with a longer set-up: look-ups, random words, residuals
 NONE = np.empty(0, np.float32)
 NO_WORK = np.empty((0, 2), np.int64)
 NO_WIRES: tuple[Array, Array, Array] = (np.empty(0, np.uint8), np.empty(0, np.uint16), np.empty(0, np.int32))
@@ -50,49 +50,49 @@ E4M3_VALUES = reference.from_codes(block_reference.SCALE_FORMAT, torch.arange(25
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """What the loops go through: `segment_loops` says how. The sizes are for threads to share."""
+    """The spans that the loops process (see `segment_numba`), and sizes by which threads share them."""
 
     places: Array
     work: Array
-    count: int  #: spans
+    count: int  #: number of spans
     span: int
     numel: int  #: elements of all spans together
-    ends: Array | None = None  #: elements up to the end of each span; None: all are alike
+    ends: Array | None = None  #: elements up to the end of each span; None: all spans have one size
 
 
 @functools.lru_cache(1024)
-def rows_of(rows: int, plan: WirePlan | SignPlan, span: int) -> Spans:
-    """Rows of one length that follow one another."""
+def rows_of(rows: int, plan: WireLayout | SignLayout, span: int) -> Spans:
+    """Return the spans of contiguous rows of equal length."""
     places = np.array([place(plan, 0, 0, 0)], np.int64)
     return Spans(places, NO_WORK, rows * -(-plan.numel // span), span, rows * plan.numel)
 
 
-def place(plan: WirePlan | SignPlan, start: int, held: int, wire: int) -> tuple[int, ...]:
-    """A line of the loops' table."""
-    inside = (plan.low_at, plan.high_at) if isinstance(plan, SignPlan) else (plan.scales_at, plan.extra_at)
+def place(plan: WireLayout | SignLayout, start: int, held: int, wire: int) -> tuple[int, ...]:
+    """Return a line of the table `places` (see `segment_numba`)."""
+    inside = (plan.low_at, plan.high_at) if isinstance(plan, SignLayout) else (plan.scales_at, plan.extra_at)
     tag = (plan.tag + (1 << 31)) % (1 << 32) - (1 << 31)
     return (start, held, wire, plan.numel, plan.nbytes, *inside, tag, 0, 0)
 
 
 def encode(
-    p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
+    p: BlockParams, x: Tensor, wire: Tensor, plan: WireLayout, key: Key | None, residual: Tensor | None
 ) -> None:
-    """Rows into their wires; see `block_reference.encode`."""
+    """Encode rows into their wires; see `block_reference.encode`."""
     spans = rows_of(x.shape[0], plan, span_of(p, residual is not None))
     held = NONE if residual is None else residual.view(-1).numpy()
     run_encode(p, spans, (x.view(-1).numpy(), held, *NO_WIRES, *views(wire)), key=key)
 
 
-def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool) -> None:
-    """Wires into rows, or added to them."""
+def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WireLayout, weight: float, *, add: bool) -> None:
+    """Decode wires into rows, or add to them."""
     spans = rows_of(out.shape[0], plan, SPAN)
     run_decode(p, spans, (out.view(-1).numpy(), *views(wire)), weight, add=add)
 
 
 def reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
+    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None
 ) -> None:
-    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
     spans = rows_of(out.shape[0], plan, span_of(p, feedback=False))
     arrays = (NONE, NONE, *views(wires), *views(out))
     run_encode(p, spans, arrays, (len(wires), wires.stride(0)), weight, key)
@@ -108,12 +108,12 @@ def run_encode(
     draw: tuple[Any, ...] = NO_DRAW,
     drop: bool = False,
 ) -> None:
-    """The loop over spans: x, the residual, wires to add up, wires to fill."""
-    made = _made(p)
-    element = (*made.element, _key(key), made.no_words)
-    codec = (made.codec, element, made.how, made.values, np.float32(weight), made.buffer)
+    """Run the encoding loop over spans; `arrays` are x, residual, wires to add up, wires to fill."""
+    prepared = _made(p)
+    element = (*prepared.element, _key(key), prepared.no_words)
+    codec = (prepared.codec, element, prepared.how, prepared.values, np.float32(weight), prepared.buffer)
     rest = (spans.work, spans.places, wires, *codec, draw, drop)
-    spread(spans, lambda units: block_loops.encode_rows(*(*arrays, E4M3_VALUES, units, *rest)))
+    spread(spans, lambda units: block_numba.encode_rows(*(*arrays, E4M3_VALUES, units, *rest)))
 
 
 def run_decode(
@@ -125,24 +125,24 @@ def run_decode(
     *,
     add: bool = False,
 ) -> None:
-    """The loop over spans: rows, and wires to add up."""
-    made = _made(p)
-    codec = (made.codec, made.how, made.values, np.float32(weight))
-    rest = (spans.work, spans.places, wires, *codec, add, made.buffer)
-    spread(spans, lambda units: block_loops.decode_rows(*(*arrays, E4M3_VALUES, units, *rest)))
+    """Run the decoding loop over spans; `arrays` are rows and wires to add up."""
+    prepared = _made(p)
+    codec = (prepared.codec, prepared.how, prepared.values, np.float32(weight))
+    rest = (spans.work, spans.places, wires, *codec, add, prepared.buffer)
+    spread(spans, lambda units: block_numba.decode_rows(*(*arrays, E4M3_VALUES, units, *rest)))
 
 
 def span_of(p: BlockParams, feedback: bool) -> int:
-    """At least a block, if its scale is to be found."""
+    """Return the elements of a span: at least a block, if the loop computes its scale."""
     slow = feedback or p.mode == STOCHASTIC or isinstance(p.element, StepsParams)
     span = LONG_SPAN if slow else SPAN
     return span if p.rule == FILLED else max(span, p.block)
 
 
 def views(wire: Tensor) -> tuple[Array, Array, Array]:
-    """Contiguous wires as flat bytes, half words and words."""
-    held = wire.view(-1).numpy()
-    return held, held.view(np.uint16), held.view(np.int32)
+    """Return contiguous wires as flat bytes, half words and words."""
+    flat = wire.view(-1).numpy()
+    return flat, flat.view(np.uint16), flat.view(np.int32)
 
 
 def _key(key: Key | None) -> tuple[np.uint64, ...]:
@@ -150,7 +150,7 @@ def _key(key: Key | None) -> tuple[np.uint64, ...]:
 
 
 class _Made:
-    """What the loops need to know about a codec's elements, in the types they take."""
+    """A codec's parameters and tables, in the types that the loops take."""
 
     def __init__(self, p: BlockParams) -> None:
         element = p.element
@@ -165,17 +165,17 @@ class _Made:
         steps: tuple[Any, ...] = (u32, np.uint32(0), u32, u32, none, u32, u32, u32, u32, f32, none)
         if isinstance(element, FloatParams):
             floats, specials, quick = element.scalars, element.specials, element.is_quick(p.mode)
-            kind = byte_loops.FLOAT_NEAREST if p.mode == NEAREST and quick else byte_loops.FLOAT_DIRECTED
-            kind = byte_loops.FLOAT_STOCHASTIC if p.mode == STOCHASTIC else kind
+            kind = byte_numba.FLOAT_NEAREST if p.mode == NEAREST and quick else byte_numba.FLOAT_DIRECTED
+            kind = byte_numba.FLOAT_STOCHASTIC if p.mode == STOCHASTIC else kind
             if p.mode == NEAREST and _is_short(element):
-                kind, mask = byte_loops.FLOAT_SCALED, _largest_pattern(element)
+                kind, mask = byte_numba.FLOAT_SCALED, _largest_pattern(element)
         elif isinstance(element, GridParams):
             scale = (2.0**element.frac_bits, element.low, element.high, 2.0**-element.frac_bits)
-            grid = tuple(np.float32(each) for each in scale)
+            grid = tuple(np.float32(number) for number in scale)
             mask, back = np.int32((1 << element.bits) - 1), grid[3]
             half = np.int32(1 << (element.bits - 1) if element.low < 0 else 0)
-            kind = byte_loops.GRID_NEAREST if p.mode == NEAREST else byte_loops.GRID_DIRECTED
-            kind = byte_loops.GRID_STOCHASTIC if p.mode == STOCHASTIC else kind
+            kind = byte_numba.GRID_NEAREST if p.mode == NEAREST else byte_numba.GRID_DIRECTED
+            kind = byte_numba.GRID_STOCHASTIC if p.mode == STOCHASTIC else kind
         else:
             kind, steps = _steps(element, p.mode)
         self.element = (kind, np.int32(p.mode), floats, specials, quick, grid, mask, steps)
@@ -184,7 +184,7 @@ class _Made:
 
 
 def _is_short(element: FloatParams) -> bool:
-    """Whether `_float_scaled` serves: up to a byte, with mantissa bits, subnormals and a negative zero."""
+    """Whether `float_scaled` applies: up to 8 bits, with mantissa bits, subnormals and a negative zero."""
     saturates = element.over_pos == element.inf_pos == element.max_code
     reach = element.min_exponent + (element.max_code >> element.man) + 23 - element.man
     plain = element.man > 0 and element.subnormals and element.negative_zero and element.bits <= 8
@@ -201,18 +201,18 @@ def _steps(element: StepsParams, mode: int) -> tuple[int, tuple[Any, ...]]:
     cells, shift, firsts, starts = plan.index
     steps = (cells, shift, firsts, starts, plan.codes, *plan.packed, plan.gaps, plan.code_pairs)
     if mode == STOCHASTIC:
-        return byte_loops.STEPS_STOCHASTIC, steps
+        return byte_numba.STEPS_STOCHASTIC, steps
     if not cells.size:
-        return byte_loops.STEPS_SEARCH, steps
+        return byte_numba.STEPS_SEARCH, steps
     packed = element.bits <= 8 and shift == CELL_BITS
-    return byte_loops.STEPS_PACKED if packed else byte_loops.STEPS_LOOKUP, steps
+    return byte_numba.STEPS_PACKED if packed else byte_numba.STEPS_LOOKUP, steps
 
 
 def _values(element: Params, half: np.int32, back: np.float32) -> tuple[Any, ...]:
     if isinstance(element, GridParams):
-        return byte_loops.BY_GRID, half, back
+        return byte_numba.BY_GRID, half, back
     if isinstance(element, FloatParams) and element.bits > 8:
-        return byte_loops.BY_FLOAT, half, back
+        return byte_numba.BY_FLOAT, half, back
     if (
         isinstance(element, FloatParams)
         and element.bits == 8
@@ -221,8 +221,8 @@ def _values(element: Params, half: np.int32, back: np.float32) -> tuple[Any, ...
     ):
         exponent = element.min_exponent - 127 - element.man
         if exponent >= -126:
-            return byte_loops.BY_BYTE, half, np.float32(2.0**exponent)
-    return byte_loops.BY_TABLE, half, back
+            return byte_numba.BY_BYTE, half, np.float32(2.0**exponent)
+    return byte_numba.BY_TABLE, half, back
 
 
 def _table(element: Params) -> Array:
@@ -243,7 +243,7 @@ def _made(p: BlockParams) -> _Made:
 
 
 def spread(spans: Spans, work: Callable[[tuple[int, int, int]], Any]) -> None:
-    """Spans over threads, if there is enough work."""
+    """Run `work` on all spans, on several threads if there is enough work."""
     threads = min(cpu.threads(spans.numel), spans.count)
     if threads <= 1:
         work((0, spans.count, spans.span))
@@ -258,22 +258,22 @@ def spread(spans: Spans, work: Callable[[tuple[int, int, int]], Any]) -> None:
 
 
 def magnitudes(x: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each block, as an int32 pattern [rows, blocks]; NaN is the largest of all."""
+    """Return the int32 pattern of each block's largest magnitude, [rows, blocks]; NaN is largest."""
     rows, numel = x.shape
-    width = min(block, LONG_SPAN)  # a longer block goes in pieces
-    source, found = x.numpy(), np.zeros((rows, -(-numel // width)), np.int32)
-    spans = Spans(found, NO_WORK, rows * -(-numel // LONG_SPAN), LONG_SPAN, rows * numel)
-    spread(spans, lambda units: scale_loops.magnitudes(source, width, units, found))
-    pieces = torch.from_numpy(found)
-    each = -(-block // width)
-    return pad(pieces, (0, -pieces.shape[1] % each)).view(rows, -(-numel // block), each).amax(-1)
+    width = min(block, LONG_SPAN)  # a longer block is split into pieces
+    source, largest = x.numpy(), np.zeros((rows, -(-numel // width)), np.int32)
+    spans = Spans(largest, NO_WORK, rows * -(-numel // LONG_SPAN), LONG_SPAN, rows * numel)
+    spread(spans, lambda units: scale_numba.magnitudes(source, width, units, largest))
+    pieces = torch.from_numpy(largest)
+    per_block = -(-block // width)
+    return pad(pieces, (0, -pieces.shape[1] % per_block)).view(rows, -(-numel // block), per_block).amax(-1)
 
 
 # One bit
 
 
-def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None) -> None:
-    """Rows into wires of one bit to an element; the threshold "mean" needs a second look and has no loop."""
+def onebit_encode(x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None) -> None:
+    """Encode rows with one bit per element; the threshold "mean" needs a second pass and has no loop."""
     if threshold == "mean":
         onebit_reference.encode(x, wire, plan, threshold, residual)
         return
@@ -282,14 +282,14 @@ def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, resid
     run_signs(spans, (x.view(-1).numpy(), held, *NO_WIRES[::2], *views(wire)[::2]), plan.block, threshold)
 
 
-def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
-    """The way back, or added to what is there."""
+def onebit_decode(wire: Tensor, out: Tensor, plan: SignLayout, weight: float, *, add: bool) -> None:
+    """Decode one-bit wires into rows, or add to them."""
     spans = rows_of(out.shape[0], plan, max(LONG_SPAN, plan.block))
     run_unsigned(spans, (out.view(-1).numpy(), *views(wire)[::2]), plan.block, weight, add=add)
 
 
-def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
-    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
+def onebit_reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
     if threshold == "mean":
         onebit_reference.reduce(wires, out, plan, threshold, weight)
         return
@@ -307,9 +307,9 @@ def run_signs(
     weight: float = 1.0,
     drop: bool = False,
 ) -> None:
-    """The loop over spans: x, the residual, wires to add up, wires to fill."""
+    """Run the one-bit encoding loop over spans; `arrays` are as in `run_encode`, with fewer views."""
     rest = (spans.work, spans.places, wires, block, threshold == "sign", np.float32(weight), drop)
-    spread(spans, lambda units: onebit_loops.encode_rows(*(*arrays, units, *rest)))
+    spread(spans, lambda units: onebit_numba.encode_rows(*(*arrays, units, *rest)))
 
 
 def run_unsigned(
@@ -321,6 +321,6 @@ def run_unsigned(
     *,
     add: bool = False,
 ) -> None:
-    """The loop over spans: rows, and wires to add up."""
+    """Run the one-bit decoding loop over spans; `arrays` are rows and wires to add up."""
     rest = (spans.work, spans.places, wires, block, np.float32(weight), add)
-    spread(spans, lambda units: onebit_loops.decode_rows(*(*arrays, units, *rest)))
+    spread(spans, lambda units: onebit_numba.decode_rows(*(*arrays, units, *rest)))

@@ -1,6 +1,6 @@
 """Block codecs on a CUDA GPU: one launch each, no intermediate in device memory.
 
-Blocks beyond LARGEST_TILE are the exception: their scales are found first and put into the wire.
+Blocks beyond LARGEST_TILE are the exception: their scales are computed first and written to the wire.
 """
 
 from dataclasses import replace
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from thinwire.kernels import block_programs, block_reference, onebit_reference, soundness
-from thinwire.kernels.block_programs import FLOAT, GRID, STEPS
+from thinwire.kernels import block_reference, block_triton, onebit_reference, onebit_triton, selftest
 from thinwire.kernels.cuda import _tables
 from thinwire.kernels.params import (
     ABSMAX,
@@ -27,33 +26,38 @@ from thinwire.kernels.params import (
     GridParams,
     Params,
     Segments,
-    SignPlan,
+    SignLayout,
     StepsParams,
-    WirePlan,
+    WireLayout,
     components,
 )
 from thinwire.kernels.reference import Key
+from thinwire.kernels.tile_triton import (
+    FLOAT,
+    GRID,
+    STEPS,
+)
 
-TILE = 1024  # elements to a program, or a block if that is more
+TILE = 1024  # elements per program, or a block if that is larger
 LARGEST_TILE = 8192
-WARP_NUMEL = 1024  # elements to a warp
-REGISTERS = 96  # at most, to a thread: a row's last program would take more, at the expense of all
+WARP_NUMEL = 1024  # elements per warp
+REGISTERS = 96  # per thread at most: a row's last program would take more, which slows down all programs
 UNROLLED = 8  # wires that a reduction reads without a loop
 GRID_ROWS = 1 << 15  # rows in one dimension of the grid
 
 
 def encode(
-    p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
+    p: BlockParams, x: Tensor, wire: Tensor, plan: WireLayout, key: Key | None, residual: Tensor | None
 ) -> None:
-    """Rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
-    if soundness.holds(p, x, residual):
+    """Encode rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
+    if selftest.holds(p, x, residual):
         _encode(p, x, wire, plan, key, residual)
     else:
         block_reference.encode(p, x, wire, plan, key, residual)
 
 
 def _encode(
-    p: BlockParams, x: Tensor, wire: Tensor, plan: WirePlan, key: Key | None, residual: Tensor | None
+    p: BlockParams, x: Tensor, wire: Tensor, plan: WireLayout, key: Key | None, residual: Tensor | None
 ) -> None:
     rule = p.rule
     if _needs_scales(p):
@@ -64,24 +68,24 @@ def _encode(
     step, *strides = _strides(x, wire)
     numbers = (*strides, *_places(plan), p.limit, *_key(key))
     shape = {"STEP": step, "RESIDUAL": residual is not None, "C": codec, "L": layout}
-    _launch(block_programs.encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
+    _launch(block_triton.encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
 
 
-def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WirePlan, weight: float, *, add: bool) -> None:
-    """Wires into rows, or added to them; NaN where a row has another tag."""
+def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WireLayout, weight: float, *, add: bool) -> None:
+    """Decode wires into rows, or add to them; rows with another tag become NaN."""
     codec, layout = _constants(p, FILLED, 0)
     tensors = (*_base(wire), out, _lookup(p.element, _base(wire)[0])[-1])
     step, *strides = _strides(out, wire)
     numbers = (*strides, *_places(plan), weight)
     shape = {"STEP": step, "ADD": add, "C": codec, "L": layout}
-    _launch(block_programs.decode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
+    _launch(block_triton.decode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
 
 
 def reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
+    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None
 ) -> None:
-    """Wires [K, rows, nbytes] into the wires of their weighted sums."""
-    if not _needs_scales(p) and soundness.reduction_holds(p, len(wires), out.device):
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
+    if not _needs_scales(p) and selftest.reduction_holds(p, len(wires), out.device):
         _reduce(p, wires, out, plan, weight, key)
         return
     total = torch.zeros((wires.shape[1], plan.numel), device=out.device)
@@ -91,7 +95,7 @@ def reduce(
 
 
 def _reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WirePlan, weight: float, key: Key | None
+    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None
 ) -> None:
     count, rows, nbytes = wires.shape
     codec, layout = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
@@ -100,54 +104,54 @@ def _reduce(
     numbers = (*strides, count, rows, *_places(plan), p.limit, weight, *_key(key))
     unrolled = count <= UNROLLED and not isinstance(p.element, StepsParams)  # tables take registers
     shape = {"COUNT": count if unrolled else 0, "C": codec, "L": layout}
-    _launch(block_programs.reduce_kernel, out, plan.numel, (*tensors, *numbers), shape)
+    _launch(block_triton.reduce_kernel, out, plan.numel, (*tensors, *numbers), shape)
 
 
 def magnitudes(x: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each block, as an int32 pattern [rows, blocks]; NaN is the largest of all."""
+    """Return the int32 pattern of each block's largest magnitude, [rows, blocks]; NaN is largest."""
     rows, numel = x.shape
-    found = torch.zeros((rows, -(-numel // block)), dtype=torch.int32, device=x.device)
-    if not found.numel():
-        return found
+    patterns = torch.zeros((rows, -(-numel // block)), dtype=torch.int32, device=x.device)
+    if not patterns.numel():
+        return patterns
     block = 0 if block >= numel else block
     inside = 0 < block <= LARGEST_TILE
     layout = (1, 32, 1, max(TILE, block) if inside else LARGEST_TILE, block if inside else 0, 1)
-    step, stride, *_ = _strides(x, found)
+    step, stride, *_ = _strides(x, patterns)
     shape = {"STEP": step, "BLOCK": block, "L": layout}
-    args = (x, found, stride, found.shape[1], rows, numel)
-    _launch(block_programs.magnitudes_kernel, found, numel, args, shape)
-    return found
+    args = (x, patterns, stride, patterns.shape[1], rows, numel)
+    _launch(block_triton.magnitudes_kernel, patterns, numel, args, shape)
+    return patterns
 
 
-def onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None) -> None:
-    """Rows into wires of one bit to an element; see `onebit_reference.encode`."""
-    fits = threshold != "mean" and plan.block <= LARGEST_TILE  # else not in one pass over a tile
-    if fits and soundness.signs_hold(plan.block, threshold, x, residual):
+def onebit_encode(x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None) -> None:
+    """Encode rows with one bit per element; see `onebit_reference.encode`."""
+    fits = threshold != "mean" and plan.block <= LARGEST_TILE  # one pass over a tile is enough
+    if fits and selftest.signs_hold(plan.block, threshold, x, residual):
         _onebit_encode(x, wire, plan, residual)
     else:
         onebit_reference.encode(x, wire, plan, threshold, residual)
 
 
-def _onebit_encode(x: Tensor, wire: Tensor, plan: SignPlan, residual: Tensor | None) -> None:
+def _onebit_encode(x: Tensor, wire: Tensor, plan: SignLayout, residual: Tensor | None) -> None:
     tensors = (x, x if residual is None else residual, *_base(wire))
     step, *strides = _strides(x, wire)
     numbers = (*strides, *_sign_places(plan))
     layout = (8, 8, 1, max(TILE, plan.block), plan.block, 1)
     shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": residual is not None, "L": layout}
-    _launch(block_programs.onebit_encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
+    _launch(onebit_triton.onebit_encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
 
 
-def onebit_decode(wire: Tensor, out: Tensor, plan: SignPlan, weight: float, *, add: bool) -> None:
-    """The way back, or added to what is there; NaN where a row has another tag."""
+def onebit_decode(wire: Tensor, out: Tensor, plan: SignLayout, weight: float, *, add: bool) -> None:
+    """Decode one-bit wires into rows, or add to them; rows with another tag become NaN."""
     step, *strides = _strides(out, wire)
     numbers = (*strides, *_sign_places(plan), weight)
     layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0, 1)
     shape = {"STEP": step, "SCALED": plan.low_at < 0, "ADD": add, "BLOCK": plan.block, "L": layout}
-    _launch(block_programs.onebit_decode_kernel, wire, plan.numel, (*_base(wire), out, *numbers), shape)
+    _launch(onebit_triton.onebit_decode_kernel, wire, plan.numel, (*_base(wire), out, *numbers), shape)
 
 
-def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
-    """Wires [K, rows, nbytes] into the wires of their weighted sums: rows are segments, too."""
+def onebit_reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`; the rows are taken as segments."""
     from thinwire.kernels import segment_cuda
 
     count, rows, nbytes = wires.shape
@@ -157,7 +161,7 @@ def onebit_reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, we
 
 
 @lru_cache(256)
-def _as_segments(rows: int, plan: SignPlan) -> Segments:
+def _as_segments(rows: int, plan: SignLayout) -> Segments:
     starts = tuple(range(0, rows * plan.numel, plan.numel))
     wires = tuple(range(0, rows * plan.nbytes, plan.nbytes))
     return Segments((plan,) * rows, starts, wires, starts, (0,) * rows, tuple(range(rows)))
@@ -170,11 +174,11 @@ def _needs_scales(p: BlockParams) -> bool:
     return p.rule != FILLED and p.block > LARGEST_TILE
 
 
-def _fill(p: BlockParams, u: Tensor, wire: Tensor, plan: WirePlan) -> None:
+def _fill(p: BlockParams, u: Tensor, wire: Tensor, plan: WireLayout) -> None:
     if p.affine:
         scale, base = block_reference.block_scales(p, u)
         block_reference._put(wire, plan.extra_at, block_reference._as_bytes(base))
-    else:  # a block's largest magnitude stands for the block
+    else:  # a block's largest magnitude determines its scale
         largest = magnitudes(u, p.block).view(torch.float32)
         scale, _ = block_reference.block_scales(replace(p, block=1), largest)
     block_reference._put(wire, plan.scales_at, block_reference.store_scales(p, scale))
@@ -184,8 +188,10 @@ def _fill(p: BlockParams, u: Tensor, wire: Tensor, plan: WirePlan) -> None:
 
 
 def _base(wire: Tensor, compiled: Any = None) -> tuple[Tensor | int, int]:
-    """Memory that starts at a multiple of 16 bytes, the one alignment the compiler knows of, and how many
-    words later the wire does. A compiled program takes an address."""
+    """Return memory that starts at a multiple of 16 bytes, and the wire's offset from there in words.
+
+    16 bytes is the only alignment that the compiler knows. A compiled program takes an address.
+    """
     address = wire.data_ptr()
     shift = address % 16
     assert shift % 4 == 0
@@ -198,9 +204,9 @@ def _base(wire: Tensor, compiled: Any = None) -> tuple[Tensor | int, int]:
 
 
 def _strides(x: Tensor, wire: Tensor) -> tuple[int, int, int, int]:
-    """The step in which the elements' stride is counted, that and the wires' stride, and how many rows.
+    """Return the step, the elements' stride in steps, the wires' stride in words, and the row count.
 
-    Steps of 16 tell the compiler that rows are aligned; a single row's stride is 0.
+    A step of 16 elements tells the compiler that rows are aligned; a single row's stride is 0.
     """
     rows, nbytes = wire.shape
     stride = x.shape[1] if rows > 1 else 0
@@ -208,11 +214,11 @@ def _strides(x: Tensor, wire: Tensor) -> tuple[int, int, int, int]:
     return step, stride // step, nbytes // 4, rows
 
 
-def _places(plan: WirePlan) -> tuple[int, ...]:
+def _places(plan: WireLayout) -> tuple[int, ...]:
     return plan.numel, plan.scales_at // 4, plan.extra_at // 4, plan.nbytes // 4 - 1, _signed(plan.tag)
 
 
-def _sign_places(plan: SignPlan) -> tuple[int, ...]:
+def _sign_places(plan: SignLayout) -> tuple[int, ...]:
     return plan.numel, plan.low_at // 4, plan.high_at // 4, plan.nbytes // 4 - 1, _signed(plan.tag)
 
 
@@ -225,7 +231,7 @@ def _signed(word: int) -> int:
 
 
 def _lookup(element: Params, wire: Any) -> tuple[Tensor, ...]:
-    """The tables of a step function; the other families have none, and any aligned memory will do."""
+    """Return the tables of a step function. Other families have none and pass any aligned memory."""
     if not isinstance(element, StepsParams):
         return (wire,) * 5
     tables = _tables(element, wire.device)
@@ -237,7 +243,7 @@ _CONSTANTS: WeakKeyDictionary[BlockParams, dict[tuple[int, int], Constants]] = W
 
 
 def _constants(p: BlockParams, rule: int, item_nbytes: int) -> Constants:
-    """C and L of `block_programs`, for elements of so many bytes in memory (0: there are none to encode)."""
+    """Return C and L of `tile_triton` for elements of `item_nbytes` in memory (0: nothing to encode)."""
     known = _CONSTANTS.setdefault(p, {})
     if (rule, item_nbytes) not in known:
         family, format = _format(p.element, p.mode)
@@ -247,7 +253,7 @@ def _constants(p: BlockParams, rule: int, item_nbytes: int) -> Constants:
 
 
 def _fits(p: BlockParams, rule: int) -> bool:
-    """Whether no number of a block is rounded to more than the largest code, if the scale is plain."""
+    """Whether no element of a block rounds beyond the largest code, if the scale is plain."""
     if p.mode != NEAREST or rule != ABSMAX or p.store not in (FLOAT32, BFLOAT16):
         return False
     if isinstance(p.element, GridParams):
@@ -256,7 +262,7 @@ def _fits(p: BlockParams, rule: int) -> bool:
 
 
 def _layout(p: BlockParams, rule: int, item_nbytes: int) -> tuple[int, ...]:
-    """Runs as wide as those of the smallest packed part, and as many as leave a thread 16 bytes of each."""
+    """Return L: runs as wide as the smallest packed part's, enough of them for 16 bytes each per thread."""
     tile = TILE if rule == FILLED else max(TILE, p.block)
     each = 0 if rule == FILLED and not 0 < p.block < tile else p.block
     smallest = components(p.element.bits)[-1]
@@ -267,7 +273,7 @@ def _layout(p: BlockParams, rule: int, item_nbytes: int) -> tuple[int, ...]:
 
 
 def _format(element: Params, mode: int) -> tuple[int, tuple[Any, ...]]:
-    """The family, and what its programs need to know of the format."""
+    """Return the family, and the format's constants for its programs."""
     if isinstance(element, FloatParams):
         man, low, max_code, sign, subnormals, *rest = (int(n) for n in element.scalars)
         top = 2.0 ** ((max_code >> man) + low - 128) * (1 + max_code % (1 << man) / (1 << man))
@@ -282,10 +288,10 @@ def _format(element: Params, mode: int) -> tuple[int, tuple[Any, ...]]:
 
 
 class Program:
-    """A kernel with its constants, for one kind of arguments: compiled by its first launch.
+    """A kernel with its constants for one kind of arguments; the first launch compiles it.
 
-    From then on the compiled program is called directly, which takes a few microseconds: Triton's own call
-    looks at every argument again.
+    Later launches call the compiled program directly, which takes a few microseconds. Triton's own call
+    would inspect every argument again.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
@@ -294,7 +300,7 @@ class Program:
         self.compiled: Any = None  #: stays None in Triton's interpreter
 
     def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], device: torch.device) -> None:
-        """Arguments in the order of the kernel's; tensors may be addresses once it is compiled."""
+        """Launch with arguments in the kernel's order; tensors may be addresses once it is compiled."""
         index = torch.cuda.current_device()
         if device.index is not None and device.index != index:
             with torch.cuda.device(device):
@@ -321,16 +327,16 @@ _PROGRAMS: dict[tuple[Any, ...], Program] = {}
 
 
 def program(kernel: Any, constants: dict[str, Any], kind: tuple[Any, ...]) -> Program:
-    """The one for such arguments: `kind` is all that the compiler knows of them, and their device."""
+    """Return the program for such arguments: `kind` is what the compiler knows of them, and their device."""
     key = (kernel, *constants.values(), *kind)
-    found = _PROGRAMS.get(key)
-    if found is None:
-        found = _PROGRAMS[key] = Program(kernel, constants)
-    return found
+    entry = _PROGRAMS.get(key)
+    if entry is None:
+        entry = _PROGRAMS[key] = Program(kernel, constants)
+    return entry
 
 
 def _shortness(element: FloatParams) -> int:
-    """What rounds to a float: -1 the general way, 0 that of short floats, 1 and 2 the processor itself."""
+    """Return how to round to a float: -1 in general, 0 as a short float, 1 and 2 by the processor."""
     saturates = element.over_pos == element.inf_pos == element.max_code
     reach = element.min_exponent + (element.max_code >> element.man) + 23 - element.man
     plain = element.man > 0 and element.subnormals and element.negative_zero and element.bits <= 8

@@ -1,8 +1,8 @@
-"""Block codecs in plain torch: the definition of every byte, for the fast kernels to equal.
+"""Block codecs in plain torch: they define every byte that the fast kernels must produce.
 
 A row is cut into blocks of equal length (the last may be short). Each block has a scale; an element is
-stored as the code of `element / scale`. All arithmetic is float32, one rounding to an operation, and the
-only reductions are maxima, which no order of evaluation can change.
+stored as the code of `element / scale`. All arithmetic is float32 with one rounding per operation. The
+only reductions are maxima, which do not depend on the order of evaluation.
 """
 
 import torch
@@ -24,7 +24,7 @@ from thinwire.kernels.params import (
     STOCHASTIC,
     BlockParams,
     FloatParams,
-    WirePlan,
+    WireLayout,
     _part_nbytes,
     components,
 )
@@ -41,11 +41,11 @@ SCALE_FORMAT = FloatParams(
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [rows, n] as bytes [rows, packed_nbytes(n, bits)].
+    """Pack codes [rows, n] into bytes [rows, packed_nbytes(n, bits)].
 
-    A part of eight bits or more is stored as little-endian bytes. A narrower part of b bits goes in
-    groups of 64 codes, laid out as 8/b rows of 8b: each column becomes a byte, the first row in its lowest
-    bits. Neighbouring codes thus land in neighbouring bytes, which suits vector units and GPUs.
+    A part of eight bits or more is stored as little-endian bytes. A narrower part of b bits is
+    packed in groups of 64 codes, laid out as 8/b rows of 8b. Each column becomes a byte, with the first row
+    in its lowest bits. Neighbouring codes are thus in neighbouring bytes, which suits vector units and GPUs.
     """
     codes = codes.long()
     rows, numel = codes.shape
@@ -65,7 +65,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
-    """The way back: int64 codes [rows, numel]."""
+    """Unpack bytes into int64 codes [rows, numel]."""
     rows = packed.shape[0]
     codes = torch.zeros((rows, numel), dtype=torch.int64, device=packed.device)
     at = shift = 0
@@ -88,16 +88,16 @@ def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def block_scales(p: BlockParams, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block's scale as float32, and its base (zero unless MINMAX); NaN if anything is not finite."""
+    """Return each block's float32 scale and base (0 unless MINMAX); NaN if an element is not finite."""
     cut = _cut(u, p.block, 0.0)
-    magnitude = (cut.view(torch.int32) & 0x7FFFFFFF).amax(-1)  # as integers, so that NaN wins
+    magnitude = (cut.view(torch.int32) & 0x7FFFFFFF).amax(-1)  # as integers, so that NaN is largest
     largest = magnitude.view(torch.float32)
     base = torch.zeros_like(largest)
     limit = torch.full((), p.limit, dtype=torch.float32, device=u.device)
     if p.rule == MINMAX:
         low, high = _cut(u, p.block, torch.inf).amin(-1), _cut(u, p.block, -torch.inf).amax(-1)
         scale, base = high / limit - low / limit, low + 0.0
-        magnitude = torch.maximum(magnitude, (high - low).view(torch.int32))  # infinite if it does not fit
+        magnitude = torch.maximum(magnitude, (high - low).view(torch.int32))  # infinite on overflow
     elif p.rule == ABSMAX:
         scale = largest / limit
     else:
@@ -107,7 +107,11 @@ def block_scales(p: BlockParams, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(magnitude: Tensor, limit: Tensor, *, ceil: bool) -> Tensor:
-    """2**e, e >= -127: the smallest that maps the block into the limit, or by exponents; NaN if e > 127."""
+    """Return 2**e, e >= -127, or NaN if e > 127.
+
+    With `ceil` it is the smallest power that scales the block to at most the limit. Otherwise e is the
+    difference of the exponents.
+    """
     top = limit.view(torch.int32)
     exponent = (magnitude >> 23) - (top >> 23)
     if ceil:
@@ -125,9 +129,9 @@ def _poison(values: Tensor, bad: Tensor) -> Tensor:
 
 
 def store_scales(p: BlockParams, scale: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Scales [rows, blocks] as bytes, padded to whole words. `factor` [rows, 1] is that of E4M3."""
-    held = _stored(p, scale, factor)
-    return pad(held, (0, -held.shape[1] % 4))
+    """Return scales [rows, blocks] as bytes, padded to whole words. `factor` [rows, 1] is for E4M3."""
+    packed = _stored(p, scale, factor)
+    return pad(packed, (0, -packed.shape[1] % 4))
 
 
 def _stored(p: BlockParams, scale: Tensor, factor: Tensor | None) -> Tensor:
@@ -145,21 +149,21 @@ def _stored(p: BlockParams, scale: Tensor, factor: Tensor | None) -> Tensor:
     return _as_bytes(scale)
 
 
-def stored_scales(p: BlockParams, wire: Tensor, plan: WirePlan) -> Tensor:
-    """What the scales' bytes in a wire stand for, as float32 [rows, blocks]."""
+def stored_scales(p: BlockParams, wire: Tensor, plan: WireLayout) -> Tensor:
+    """Read the scales of a wire as float32 [rows, blocks]."""
     count = p.blocks(plan.numel)
-    held = wire[:, plan.scales_at : plan.scales_at + count * SCALE_NBYTES[p.store]].contiguous()
+    raw = wire[:, plan.scales_at : plan.scales_at + count * SCALE_NBYTES[p.store]].contiguous()
     if p.store == BFLOAT16:
-        return held.view(torch.bfloat16).float()
+        return raw.view(torch.bfloat16).float()
     if p.store == E8M0:
-        return _poison(_exp2(held.int() - 127), held == 255)
+        return _poison(_exp2(raw.int() - 127), raw == 255)
     if p.store == E4M3:
-        values = reference.from_codes(SCALE_FORMAT, held.flatten()).view(held.shape)
+        values = reference.from_codes(SCALE_FORMAT, raw.flatten()).view(raw.shape)
         return values * _extra(wire, plan, 1)
-    return held.view(torch.float32)
+    return raw.view(torch.float32)
 
 
-def _extra(wire: Tensor, plan: WirePlan, count: int) -> Tensor:
+def _extra(wire: Tensor, plan: WireLayout, count: int) -> Tensor:
     return wire[:, plan.extra_at : plan.extra_at + 4 * count].contiguous().view(torch.float32)
 
 
@@ -174,15 +178,15 @@ def encode(
     p: BlockParams,
     x: Tensor,
     wire: Tensor,
-    plan: WirePlan,
+    plan: WireLayout,
     key: Key | None = None,
     residual: Tensor | None = None,
     first: int = 0,
 ) -> None:
-    """Rows [rows, numel] into their wires. With FILLED, scales (and factor) are there already.
+    """Encode rows [rows, numel] into their wires. With FILLED, these already hold scales (and factor).
 
-    A residual is added first, and holds afterwards what the wire does not. `first` is the row of the
-    random stream that the first one takes.
+    A residual is added first; afterwards it holds the encoding error. `first` is the row of the random
+    stream for the first row.
     """
     u = x.float() if residual is None else x.float() + residual
     rows, numel = u.shape
@@ -207,8 +211,8 @@ def encode(
         residual.copy_(u - decode(p, wire, plan))
 
 
-def decode(p: BlockParams, wire: Tensor, plan: WirePlan, weight: float = 1.0) -> Tensor:
-    """Wires [rows, nbytes] as float32 [rows, numel], times `weight`, which goes into the scales."""
+def decode(p: BlockParams, wire: Tensor, plan: WireLayout, weight: float = 1.0) -> Tensor:
+    """Decode wires [rows, nbytes] to float32 [rows, numel]; `weight` multiplies the scales."""
     numel = plan.numel
     times = torch.full((), weight, dtype=torch.float32, device=wire.device)
     scale = _spread(stored_scales(p, wire, plan) * times, p, numel)
@@ -223,12 +227,12 @@ def reduce(
     p: BlockParams,
     wires: Tensor,
     out: Tensor,
-    plan: WirePlan,
+    plan: WireLayout,
     weight: float,
     key: Key | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """Wires [K, rows, nbytes]: their weighted sum, in the order given, encoded anew."""
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`, added in the order given."""
     total = torch.zeros((wires.shape[1], plan.numel), device=wires.device)
     for wire in wires:
         total += decode(p, wire, plan, weight)
@@ -236,7 +240,7 @@ def reduce(
 
 
 def _inverse(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Two factors whose product is 1 / scale, such that neither overflows; (1, 0) for zero and NaN."""
+    """Return two factors that do not overflow and whose product is 1 / scale; (1, 0) for zero and NaN."""
     before = torch.where(scale < 2.0**-64, 2.0**64, torch.where(scale > 2.0**64, 2.0**-64, 1.0))
     usable = scale > 0
     inverse = torch.where(usable, 1.0 / (scale * before), 0.0)
@@ -244,7 +248,7 @@ def _inverse(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cut(u: Tensor, block: int, filler: float) -> Tensor:
-    """[rows, n] as [rows, blocks, block]."""
+    """Return [rows, n] as [rows, blocks, block], padded with `filler`."""
     rows, numel = u.shape
     if not block:
         return u.view(rows, 1, numel) if numel else u.view(rows, 0, 1)
@@ -252,7 +256,7 @@ def _cut(u: Tensor, block: int, filler: float) -> Tensor:
 
 
 def _spread(scale: Tensor, p: BlockParams, numel: int) -> Tensor:
-    """[rows, blocks] as [rows, n]."""
+    """Repeat [rows, blocks] for each element: [rows, n]."""
     if not p.block:
         return scale.expand(-1, numel) if numel else scale.new_empty((scale.shape[0], 0))
     return scale.repeat_interleave(p.block, 1)[:, :numel]
@@ -263,7 +267,7 @@ def _put(wire: Tensor, at: int, part: Tensor) -> None:
 
 
 def _row_words(key: Key | None, rows: int, numel: int, device: torch.device, first: int = 0) -> Tensor:
-    """Random words for every row: each starts at a whole block of the stream (see `stream_words`)."""
+    """Return random words for every row; each row starts at a whole block of the stream (`stream_words`)."""
     assert key is not None
     blocks, quarter = -(-numel // STREAM_BLOCK), STREAM_BLOCK // 4
     calls = torch.arange(
@@ -275,8 +279,8 @@ def _row_words(key: Key | None, rows: int, numel: int, device: torch.device, fir
 
 
 def guard(wire: Tensor, tag: int, values: Tensor) -> Tensor:
-    """NaN for rows whose wire has another tag. On a CPU the tag was checked before."""
+    """Replace rows whose wire has another tag by NaN. On a CPU the tag was checked before."""
     if wire.device.type == "cpu":
         return values
-    found = wire[:, -4:].contiguous().view(torch.int32)
-    return torch.where(found == tag, values, torch.nan)
+    tags = wire[:, -4:].contiguous().view(torch.int32)
+    return torch.where(tags == tag, values, torch.nan)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels import cast_programs
+from thinwire.kernels import cast_triton
 from thinwire.kernels.cast_segments import TILE
 from thinwire.kernels.params import Segments
 from thinwire.kernels.segment_tables import Ready, make, step_of
@@ -14,11 +14,11 @@ LAYOUT = (1, 1, 1, TILE)
 
 
 def encode(x: Tensor, wire: Tensor, segments: Segments, dtype: torch.dtype, residual: Tensor | None) -> None:
-    """Every segment into its wire."""
+    """Encode every segment into its wire."""
     held = residual is not None
     kind = (x.dtype, dtype, _aligned(x), _aligned(wire), _aligned(residual), x.device)
     shape = {"STEP": step_of(segments, vector=True, held=held), "RESIDUAL": held, **_wide(dtype)}
-    ready = _ready(segments, cast_programs.encode_kernel, shape, kind)
+    ready = _ready(segments, cast_triton.encode_kernel, shape, kind)
     ready.launch(x, x if residual is None else residual, wire.view(dtype), 0, *ready.tables)
 
 
@@ -31,10 +31,10 @@ def decode(
     count: int,
     stride: int,
 ) -> None:
-    """The weighted sum of every segment's wires."""
+    """Write the weighted sum of every segment's wires to `out`."""
     kind = (dtype, out.dtype, _aligned(wires), _aligned(out), out.device)
     shape = {"STEP": step_of(segments, vector=True), **_wide(dtype)}
-    ready = _ready(segments, cast_programs.decode_kernel, shape, kind)
+    ready = _ready(segments, cast_triton.decode_kernel, shape, kind)
     ready.launch(wires.view(dtype), 0, out, *ready.tables, stride >> 2, count, weight)
 
 
@@ -48,11 +48,11 @@ def reduce(
     stride: int,
     residual: Tensor | None,
 ) -> None:
-    """The same into wires."""
+    """Encode the weighted sum of every segment's wires into `out`."""
     held = residual is not None
     kind = (dtype, _aligned(wires), _aligned(out), _aligned(residual), out.device)
     shape = {"STEP": step_of(segments, held=held), "RESIDUAL": held, **_wide(dtype)}
-    ready = _ready(segments, cast_programs.reduce_kernel, shape, kind)
+    ready = _ready(segments, cast_triton.reduce_kernel, shape, kind)
     room = out.view(dtype)
     rest = (wires.view(dtype), 0, room, 0, wires.view(torch.float32) if residual is None else residual)
     ready.launch(*rest, *ready.tables, stride >> 2, count, weight)
@@ -68,7 +68,7 @@ def _aligned(x: Tensor | None) -> bool | None:
 
 def _ready(segments: Segments, kernel: Any, shape: dict[str, Any], kind: tuple[Any, ...]) -> Ready:
     key = (kernel, *shape.values(), *kind)
-    found: Ready | None = segments.known.get(key)
-    if found is None:
-        found = segments.known[key] = make(segments, kernel, shape, kind)
-    return found
+    ready: Ready | None = segments.known.get(key)
+    if ready is None:
+        ready = segments.known[key] = make(segments, kernel, shape, kind)
+    return ready

@@ -1,6 +1,6 @@
 """Plain casts of segments: NumPy for float32 on a CPU, one launch on a GPU; torch does the others.
 
-Rounding to 16 bits is that of torch. A weighted value is rounded to float32 before it is added.
+Rounding to 16 bits is as in torch. A weighted value is rounded to float32 before it is added.
 """
 
 import functools
@@ -17,12 +17,12 @@ TILE = 1024
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this file has something for wires of a dtype."""
+    """Whether this module handles wires of a dtype on a device."""
     return device.type == "cuda" or (device.type == "cpu" and dtype == torch.float32)
 
 
 def encode(x: Tensor, wire: Tensor, segments: Segments, dtype: torch.dtype, residual: Tensor | None) -> None:
-    """Every segment into its wire."""
+    """Encode every segment into its wire."""
     if x.device.type == "cuda":
         gpu().encode(x, wire, segments, dtype, residual)
         return
@@ -41,7 +41,7 @@ def decode(
     count: int,
     stride: int,
 ) -> None:
-    """The weighted sum of every segment's wires."""
+    """Write the weighted sum of every segment's wires to `out`."""
     if wires.device.type == "cuda":
         gpu().decode(wires, out, segments, dtype, weight, count, stride)
         return
@@ -60,7 +60,7 @@ def reduce(
     stride: int,
     residual: Tensor | None,
 ) -> None:
-    """The same into wires."""
+    """Encode the weighted sum of every segment's wires into `out`."""
     if wires.device.type == "cuda":
         gpu().reduce(wires, out, segments, dtype, weight, count, stride, residual)
         return
@@ -69,7 +69,7 @@ def reduce(
     for _, at, numel in _places(segments):
         total = target[at : at + numel]
         _add(source, at, stride // 4, count, np.float32(weight), total)
-        total += np.float32(0.0)  # as a sum that starts from zero
+        total += np.float32(0.0)  # no -0, as in a sum that starts from zero
 
 
 @np.errstate(all="ignore")
@@ -82,15 +82,15 @@ def _add(source: Array, at: int, stride: int, count: int, weight: Any, out: Arra
 
 
 def _places(segments: Segments) -> list[tuple[int, int, int]]:
-    """Of float32 wires: where a segment begins in the vector and in the wires, and how long it is."""
+    """Return each segment's start in the vector, its start in the float32 wires, and its length."""
     if "casts" not in segments.known:
         pairs = zip(segments.starts, segments.wires, segments.plans, strict=True)
         segments.known["casts"] = [(start, at // 4, plan.numel) for start, at, plan in pairs]
-    found: list[tuple[int, int, int]] = segments.known["casts"]
-    return found
+    places: list[tuple[int, int, int]] = segments.known["casts"]
+    return places
 
 
 @functools.cache
 def gpu() -> Any:
-    """The same on a GPU: imported when it is first needed, since it needs Triton."""
+    """Return the GPU module; it is imported at first use, since it needs Triton."""
     return importlib.import_module("thinwire.kernels.cast_cuda")

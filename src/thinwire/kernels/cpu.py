@@ -1,4 +1,4 @@
-"""The kernels on the CPU: choose a loop and its tables, spread it over torch's threads."""
+"""CPU kernels: choose a loop and its tables, and split the work over torch's threads."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import loops
+from thinwire.kernels import format_numba
 from thinwire.kernels.params import (
     CELL_BITS,
     NEAREST,
@@ -25,44 +25,44 @@ from thinwire.kernels.params import (
 )
 from thinwire.kernels.reference import STREAM_BLOCK, Key
 
-THREAD_NUMEL = 1 << 19  # a thread is worth waking for this many elements
+THREAD_NUMEL = 1 << 19  # elements that justify waking a thread
 
 
 def to_codes(
     params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
 ) -> None:
-    """Codes of a flat, contiguous float32 tensor into `out`."""
+    """Write the codes of a flat, contiguous float32 tensor to `out`."""
     _run(params, x, out, mode, _random(key, words), codes=True)
 
 
 def round(
     params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
 ) -> None:
-    """Rounded values of a flat, contiguous float32 tensor into `out`."""
+    """Write the rounded values of a flat, contiguous float32 tensor to `out`."""
     _run(params, x, out, mode, _random(key, words), codes=False)
 
 
 def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
-    """Values of flat, contiguous codes into `out`."""
+    """Write the values of flat, contiguous codes to `out`."""
     source, target = codes.numpy(), out.numpy()
     if isinstance(params, GridParams):
         pad, back = np.int32(params.pad), np.float32(2.0**-params.frac_bits)
-        _spread(out.numel(), lambda s, _: loops.grid_values(source[s], target[s], pad, back))
+        _spread(out.numel(), lambda s, _: format_numba.grid_values(source[s], target[s], pad, back))
     elif isinstance(params, FloatParams) and params.bits > 8:
         wide = source.view(np.int32) if params.bits > 16 else source
         pattern = target.view(np.int32)
-        values = loops.float_values_wide if params.is_wide else loops.float_values
+        values = format_numba.float_values_wide if params.is_wide else format_numba.float_values
         _spread(out.numel(), lambda s, _: values(wide[s], pattern[s], params.scalars))
     else:
         table = params.decoded if isinstance(params, StepsParams) else _float_table(params)
-        _spread(out.numel(), lambda s, _: loops.table_values(source[s], table, target[s]))
+        _spread(out.numel(), lambda s, _: format_numba.table_values(source[s], table, target[s]))
 
 
 @cache
 def _float_table(params: FloatParams) -> Array:
     codes = np.arange(256, dtype=np.int32)  # bits above the format's are ignored
     table = np.empty(codes.size, np.float32)
-    loops.float_values(codes, table.view(np.int32), params.scalars)
+    format_numba.float_values(codes, table.view(np.int32), params.scalars)
     return table
 
 
@@ -95,14 +95,14 @@ def _float_loop(
     out = target if codes else target.view(np.int32)
     quick = params.is_quick(mode)
     if mode == STOCHASTIC:
-        stochastic = loops.float_codes_stochastic if codes else loops.float_round_stochastic
+        stochastic = format_numba.float_codes_stochastic if codes else format_numba.float_round_stochastic
         return lambda s, start: stochastic(bits[s], *_part(random, s, start), out[s], p, specials, quick)
     if params.is_wide and mode == NEAREST and codes:
-        return lambda s, _: loops.float_codes_wide(bits[s], out[s], p)
+        return lambda s, _: format_numba.float_codes_wide(bits[s], out[s], p)
     if quick:
-        nearest = loops.float_codes_nearest if codes else loops.float_round_nearest
+        nearest = format_numba.float_codes_nearest if codes else format_numba.float_round_nearest
         return lambda s, _: nearest(bits[s], out[s], p, specials)
-    directed = loops.float_codes_directed if codes else loops.float_round_directed
+    directed = format_numba.float_codes_directed if codes else format_numba.float_round_directed
     return lambda s, _: directed(bits[s], out[s], p, np.int32(mode))
 
 
@@ -115,9 +115,9 @@ def _grid_loop(params: GridParams, x: Array, out: Array, mode: int, random: Rand
     )
     mask = (np.int32((1 << params.bits) - 1),) if codes else ()
     if mode == STOCHASTIC:
-        stochastic = loops.grid_codes_stochastic if codes else loops.grid_round_stochastic
+        stochastic = format_numba.grid_codes_stochastic if codes else format_numba.grid_round_stochastic
         return lambda s, start: stochastic(x[s], *_part(random, s, start), out[s], p, *mask)
-    nearest: Any = loops.grid_codes if codes else loops.grid_round
+    nearest: Any = format_numba.grid_codes if codes else format_numba.grid_round
     return lambda s, _: nearest(x[s], out[s], p, *mask, np.int32(mode))
 
 
@@ -127,51 +127,53 @@ def _steps_loop(params: StepsParams, x: Array, out: Array, mode: int, random: Ra
     bits = x.view(np.uint32)
     if mode == STOCHASTIC:
         tables = (*plan.index, plan.gaps, pairs)
-        return lambda s, start: loops.steps_stochastic(bits[s], *_part(random, s, start), out[s], *tables)
+        return lambda s, start: format_numba.steps_stochastic(
+            bits[s], *_part(random, s, start), out[s], *tables
+        )
     cells, shift, firsts, starts = plan.index
     if cells.size == 0:
-        return lambda s, _: loops.steps_search(bits[s], firsts, starts, table, out[s])
+        return lambda s, _: format_numba.steps_search(bits[s], firsts, starts, table, out[s])
     if codes and params.bits <= 8 and shift == CELL_BITS:
         return lambda s, _: _packed(bits[s], cells, plan, out[s])
-    return lambda s, _: loops.steps_lookup(bits[s], cells, shift, table, out[s])
+    return lambda s, _: format_numba.steps_lookup(bits[s], cells, shift, table, out[s])
 
 
-def _packed(bits: Array, cells: Array, plan: "_StepsPlan", out: Array) -> None:
+def _packed(bits: Array, cells: Array, plan: "_StepsLayout", out: Array) -> None:
     whole = bits.size // 4 * 4
-    loops.steps_codes_packed(bits[:whole], cells, *plan.packed, out[:whole].view(np.uint32))
-    loops.steps_lookup(bits[whole:], cells, np.uint32(CELL_BITS), plan.codes, out[whole:])
+    format_numba.steps_codes_packed(bits[:whole], cells, *plan.packed, out[:whole].view(np.uint32))
+    format_numba.steps_lookup(bits[whole:], cells, np.uint32(CELL_BITS), plan.codes, out[whole:])
 
 
 @dataclass(frozen=True, eq=False)
-class _StepsPlan:
-    """Tables by segment, in the dtypes that the loops write."""
+class _StepsLayout:
+    """Tables indexed by segment, in the dtypes that the loops write."""
 
-    index: tuple[Array, np.uint32, Array, Array]  # cells (none if a search is needed), shift, firsts, starts
+    index: tuple[Array, np.uint32, Array, Array]  # cells (empty for a search), shift, firsts, starts
     codes: Array
     values: Array
     packed: tuple[Array, Array, Array, Array]
-    gaps: Array  # for stochastic rounding: value below and one over the gap, in turn
-    code_pairs: Array  # below and above, in turn
+    gaps: Array  # for stochastic rounding: value below and 1 / gap, alternating
+    code_pairs: Array  # codes below and above, alternating
     value_pairs: Array
 
 
-_PLANS: WeakKeyDictionary[StepsParams, _StepsPlan] = WeakKeyDictionary()  # as long as the format lives
+_PLANS: WeakKeyDictionary[StepsParams, _StepsLayout] = WeakKeyDictionary()  # kept as long as the format
 
 
-def _steps_plan(params: StepsParams) -> _StepsPlan:
+def _steps_plan(params: StepsParams) -> _StepsLayout:
     if params not in _PLANS:
         _PLANS[params] = _make_plan(params)
     return _PLANS[params]
 
 
-def _make_plan(params: StepsParams) -> _StepsPlan:
+def _make_plan(params: StepsParams) -> _StepsLayout:
     shift = min(params.cell_shift, CELL_BITS)
     empty = np.empty(0, np.uint32)
     dtype = np.uint8 if params.bits <= 8 else np.uint16
     up = params.codes if params.codes_up is None else params.codes_up
     inverse = np.zeros(up.size) if params.inverse is None else params.inverse
     wide = params.codes.astype(np.uint32)
-    return _StepsPlan(
+    return _StepsLayout(
         index=(
             params.cells(shift) if shift else empty,
             np.uint32(shift),
@@ -188,13 +190,13 @@ def _make_plan(params: StepsParams) -> _StepsPlan:
 
 
 def _part(random: Random, s: slice, start: int) -> tuple[Array, tuple[np.uint64, ...]]:
-    """The randomness of the elements from `start`, a multiple of the stream's block."""
+    """Return the words and the stream position of the elements from `start`, a multiple of STREAM_BLOCK."""
     key, given = random
     return given[s] if given.size else given, (*key, np.uint64(start // 4))
 
 
 def _spread(numel: int, loop: Loop) -> None:
-    """Run a loop over all elements, on as many threads as torch uses if there is enough work."""
+    """Run a loop over all elements, on several threads (at most torch's number) if there is enough work."""
     count = threads(numel)
     if count <= 1:
         loop(slice(0, numel), 0)
@@ -204,18 +206,18 @@ def _spread(numel: int, loop: Loop) -> None:
 
 
 def threads(numel: int) -> int:
-    """How many threads so many elements are worth, at most torch's number; 0 and 1 mean this one."""
+    """Return how many threads to use, at most torch's number; 0 and 1 mean the calling thread."""
     return min(torch.get_num_threads(), numel // THREAD_NUMEL)
 
 
 def run_all(calls: Sequence[Callable[[], Any]]) -> None:
-    """Run calls at the same time, each on a thread of its own."""
+    """Run calls concurrently, each on its own thread."""
     pool = _pool(len(calls), os.getpid())
-    for done in [pool.submit(call) for call in calls]:
-        done.result()
+    for future in [pool.submit(call) for call in calls]:
+        future.result()
 
 
 @cache
 def _pool(threads: int, _process: int) -> ThreadPoolExecutor:
-    """One pool for each process: threads do not survive a fork."""
+    """Return a pool for each process: threads do not survive a fork."""
     return ThreadPoolExecutor(threads, thread_name_prefix="thinwire")

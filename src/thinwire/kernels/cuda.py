@@ -1,4 +1,4 @@
-"""The kernels on a CUDA GPU: one launch each, no intermediate in device memory."""
+"""CUDA kernels: one launch each, no intermediate in device memory."""
 
 from functools import cache
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import programs, reference
+from thinwire.kernels import format_triton, reference
 from thinwire.kernels.params import (
     STOCHASTIC,
     Array,
@@ -19,40 +19,40 @@ from thinwire.kernels.params import (
 )
 from thinwire.kernels.reference import Key
 
-BLOCK = 1024  # elements to a program
-STREAM_PROGRAM = 2048  # with random words, which come four at a time
+BLOCK = 1024  # elements per program
+STREAM_PROGRAM = 2048  # with random words, which are generated four at a time
 
 
 def to_codes(
     params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
 ) -> None:
-    """Codes of a flat, contiguous tensor into `out`."""
+    """Write the codes of a flat, contiguous tensor to `out`."""
     _run(params, x, out, mode, key, words, codes=True)
 
 
 def round(
     params: Params, x: Tensor, out: Tensor, mode: int, key: Key | None = None, words: Tensor | None = None
 ) -> None:
-    """Rounded values of a flat, contiguous tensor into `out`."""
+    """Write the rounded values of a flat, contiguous tensor to `out`."""
     _run(params, x, out, mode, key, words, codes=False)
 
 
 def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
-    """Values of flat, contiguous codes into `out`."""
+    """Write the values of flat, contiguous codes to `out`."""
     if isinstance(params, GridParams):
         step = 2.0**-params.frac_bits
-        _launch(programs.grid_values_kernel, out, codes, out, out.numel(), params.pad, step)
+        _launch(format_triton.grid_values_kernel, out, codes, out, out.numel(), params.pad, step)
     elif isinstance(params, FloatParams) and params.bits > 8:
         man, low, max_code, sign, _, negative_zero, *_, inf_code = (int(n) for n in params.scalars)
         scalars = (man, low, max_code, sign, negative_zero, inf_code)
         flush = not params.subnormals
-        _launch(programs.float_values_kernel, out, codes, out, out.numel(), *scalars, FLUSH=flush)
+        _launch(format_triton.float_values_kernel, out, codes, out, out.numel(), *scalars, FLUSH=flush)
     else:
         if isinstance(params, FloatParams):
             table = _float_table(params, out.device)
         else:
             table = _tables(params, out.device).decoded
-        _launch(programs.table_kernel, out, codes, out, table, out.numel())
+        _launch(format_triton.table_kernel, out, codes, out, table, out.numel())
 
 
 def _run(
@@ -65,18 +65,18 @@ def _run(
     if isinstance(params, FloatParams):
         scalars, shape = _float_launch(params, mode, codes)
         values = _float_table(params, out.device) if shape["SMALL"] and not codes else out
-        _launch(programs.float_kernel, out, *start, values, *scalars, *signed_key, **shape, **streamed)
+        _launch(format_triton.float_kernel, out, *start, values, *scalars, *signed_key, **shape, **streamed)
     elif isinstance(params, GridParams):
         grid = (2.0**params.frac_bits, float(params.low), float(params.high), 2.0**-params.frac_bits)
         shape = {"MODE": mode, "CODES": codes}
         mask = (1 << params.bits) - 1
-        _launch(programs.grid_kernel, out, *start, *grid, mask, *signed_key, **shape, **streamed)
+        _launch(format_triton.grid_kernel, out, *start, *grid, mask, *signed_key, **shape, **streamed)
     else:
         tables = _tables(params, out.device)
         table = tables.codes if codes else tables.values
         shape = {"SEARCH": tables.search_steps, "STOCHASTIC": mode == STOCHASTIC, "CODES": codes}
         lookup = (tables.index, tables.starts, table, tables.pairs, tables.shift)
-        _launch(programs.steps_kernel, out, *start, *lookup, *signed_key, **shape, **streamed)
+        _launch(format_triton.steps_kernel, out, *start, *lookup, *signed_key, **shape, **streamed)
 
 
 def _launch(kernel: Any, out: Tensor, *args: Any, BLOCK: int = BLOCK, **shape: Any) -> None:  # noqa: N803
@@ -90,7 +90,7 @@ def _launch(kernel: Any, out: Tensor, *args: Any, BLOCK: int = BLOCK, **shape: A
 
 @cache
 def _float_launch(params: FloatParams, mode: int, codes: bool) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The run-time and compile-time arguments of a float kernel."""
+    """Return the run-time and compile-time arguments of a float kernel."""
     man, low, max_code, sign, subnormals, *rest = (int(n) for n in params.scalars)
     shape = {
         "MODE": mode,
@@ -130,7 +130,7 @@ _TABLES: WeakKeyDictionary[StepsParams, dict[torch.device, _Tables]] = WeakKeyDi
 
 
 def _tables(params: StepsParams, device: torch.device) -> _Tables:
-    """Made once for each device, and kept as long as the format lives."""
+    """Return a step function's tables, made once for each device and kept as long as the format."""
     tables = _TABLES.setdefault(params, {})
     if device not in tables:
         tables[device] = _Tables(params, device)
@@ -139,5 +139,5 @@ def _tables(params: StepsParams, device: torch.device) -> _Tables:
 
 @cache
 def _float_table(params: FloatParams, device: torch.device) -> Tensor:
-    """The value of every byte; bits above the format's are ignored."""
+    """Return the value of every byte; bits above the format's are ignored."""
     return reference.from_codes(params, torch.arange(256)).to(device)

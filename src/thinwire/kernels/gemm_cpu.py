@@ -1,4 +1,4 @@
-"""Matrix products on the CPU: choose a loop, spread it over torch's threads."""
+"""Matrix products on the CPU: choose a loop, and split it over torch's threads."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import cpu, gemm_exact, gemm_loops, gemm_quire, gemm_quire_loops, gemm_reference
+from thinwire.kernels import cpu, gemm_exact, gemm_numba, gemm_quire, gemm_quire_numba, gemm_reference
+from thinwire.kernels.format_numba import F, I, U
 from thinwire.kernels.gemm_params import (
     CHUNKED,
     GRID,
@@ -21,30 +22,29 @@ from thinwire.kernels.gemm_params import (
     GemmParams,
     Quick,
 )
-from thinwire.kernels.loops import F, I, U
 from thinwire.kernels.params import StepsParams
 from thinwire.kernels.reference import Key
 
-THREAD_STEPS = 1 << 20  # a thread is worth waking for this many multiplications
-_TABLES: WeakKeyDictionary[StepsParams, tuple[Any, ...]] = WeakKeyDictionary()  # as long as the format lives
-FEW_ROWS = 16  # from here on it pays to copy B with more columns
-FEW_GROUPS = 8  # groups of rows for each thread that divide the work well enough
-LONG = 1024  # steps that are worth a part of their own
+THREAD_STEPS = 1 << 20  # multiplications that justify waking a thread
+_TABLES: WeakKeyDictionary[StepsParams, tuple[Any, ...]] = WeakKeyDictionary()  # kept as long as the format
+FEW_ROWS = 16  # from this many rows on, copying B with padded columns pays off
+FEW_GROUPS = 8  # groups of rows per thread that balance the work well enough
+LONG = 1024  # steps that justify a separate part
 ONE = 0x3F800000
 
 
 def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
-    """[batch, M, K] times [batch, K, N] into `out`, which is contiguous and not empty; K is at least 1."""
+    """Multiply [batch, M, K] by [batch, K, N] into `out`, contiguous and not empty; K is at least 1."""
     quick = p.quick
     if quick is None:
         gemm_reference.gemm(p, a, b, out, key)
         return
     multiply = None if p.offset is None else (U(p.offset - ONE & 0xFFFFFFFF),)
-    ways = (_scalars(quick[0]), _scalars(quick[1]), multiply)
+    methods = (_scalars(quick[0]), _scalars(quick[1]), multiply)
     arrays = a.contiguous().numpy(), b.contiguous().numpy(), out.numpy()
-    loop: Any = {KAHAN: gemm_loops.kahan, PAIRWISE: gemm_loops.pairwise}.get(p.order, gemm_loops.sequential)
+    loop: Any = {KAHAN: gemm_numba.kahan, PAIRWISE: gemm_numba.pairwise}.get(p.order, gemm_numba.sequential)
     chunk = (p.chunk,) if p.order in (CHUNKED, SEQUENTIAL) else ()
-    _run([partial(loop, *arrays, span, *chunk, *ways) for span in _spans(out, a.shape[-1])])
+    _run([partial(loop, *arrays, span, *chunk, *methods) for span in _spans(out, a.shape[-1])])
 
 
 def exact(
@@ -55,9 +55,9 @@ def exact(
     odd: bool,
     extents: tuple[gemm_quire.Extent, gemm_quire.Extent] | None = None,  # noqa: ARG001
 ) -> None:
-    """The same with one rounding at the end, to nearest even or to odd; see `gemm_exact`.
+    """Multiply with one rounding at the end, to nearest even or to odd; see `gemm_exact`.
 
-    Numbers are looked at even if their `extents` are known: often fewer levels do.
+    `extents` are ignored: scanning the numbers often gives fewer levels.
     """
     a, b = a.contiguous(), b.contiguous()
     window = gemm_quire.window(_extent(a), _extent(b), a.shape[-1])
@@ -65,10 +65,10 @@ def exact(
         gemm_exact.gemm(a, b, out, odd=odd)
         return
     if out.shape[1] >= FEW_ROWS:
-        b = torch.nn.functional.pad(b, (0, -b.shape[-1] % gemm_quire_loops.LANES))
+        b = torch.nn.functional.pad(b, (0, -b.shape[-1] % gemm_quire_numba.LANES))
     biases = tuple(map(gemm_quire.bias, window.units[: window.levels - 1])) or None
     arrays = a.numpy(), b.numpy(), out.numpy()
-    loop: Any = gemm_quire_loops.exact
+    loop: Any = gemm_quire_numba.exact
     parts = _parts(out, a.shape[-1])
     if len(parts) == 1:
         none = np.empty((0, 0, 0, 0))
@@ -76,23 +76,23 @@ def exact(
         return
     sums = np.empty((len(parts), window.levels, *out.shape))
     calls = zip(parts, sums, strict=True)
-    _run([partial(_part, part, *arrays, each, odd, biases) for part, each in calls])
-    gemm_quire_loops.finish(sums.reshape(*sums.shape[:2], -1), out.view(-1).numpy(), odd, biases)
+    _run([partial(_part, part, *arrays, levels, odd, biases) for part, levels in calls])
+    gemm_quire_numba.finish(sums.reshape(*sums.shape[:2], -1), out.view(-1).numpy(), odd, biases)
 
 
 def _part(steps: slice, a: Any, b: Any, out: Any, sums: Any, odd: bool, biases: Any) -> None:
-    """Sums of some of the steps. NumPy copies them, as torch would wake its own threads."""
+    """Compute the sums of some steps. NumPy copies the operands, as torch would wake its own threads."""
     span = 0, out.shape[0] * -(-out.shape[1] // 4), 0, out.shape[2]
     a, b = np.ascontiguousarray(a[..., steps]), np.ascontiguousarray(b[:, steps])
-    gemm_quire_loops.exact(a, b, out, sums, span, odd, biases)
+    gemm_quire_numba.exact(a, b, out, sums, span, odd, biases)
 
 
 def _extent(x: Tensor) -> gemm_quire.Extent:
-    return gemm_quire.Extent(*gemm_quire_loops.extent(x.view(-1).numpy()))
+    return gemm_quire.Extent(*gemm_quire_numba.extent(x.view(-1).numpy()))
 
 
 def _parts(out: Tensor, steps: int) -> list[slice]:
-    """Steps for each thread, if there are many and groups of rows do not divide well: or else all."""
+    """Split the steps over threads if they are many and groups of rows divide badly; else keep one part."""
     count = min(_threads(out, steps), steps // LONG)
     groups = out.shape[0] * -(-out.shape[1] // 4)
     if count <= 1 or groups % count == 0 or groups >= FEW_GROUPS * count:
@@ -113,7 +113,7 @@ def _run(calls: list[partial[None]]) -> None:
 
 
 def _spans(out: Tensor, steps: int) -> list[tuple[int, int, int, int]]:
-    """A part of the result for each thread: groups of four rows, or columns where there are few rows."""
+    """Return each thread's part of the result: groups of four rows, or columns if there are few rows."""
     batch, rows, columns = out.shape
     groups = batch * (-(-rows // 4))
     count = _threads(out, steps)
@@ -125,7 +125,7 @@ def _spans(out: Tensor, steps: int) -> list[tuple[int, int, int, int]]:
 
 
 def _scalars(quick: Quick) -> tuple[Any, ...] | None:
-    """What the loops take; the number of scalars and their types tell the ways apart."""
+    """Return the loops' scalars, whose number and types identify the rounding method."""
     if quick.way == PLAIN:
         return None
     if quick.way == MAGIC:

@@ -1,8 +1,8 @@
-"""Matrix products on a CUDA GPU, by Triton programs; those without a quick way to round are `gemm_general`'s.
+"""Matrix products on a CUDA GPU, in Triton; `gemm_general` handles roundings without a quick method.
 
-A program computes a tile of the result. Where tiles do not keep the device busy, as in the gradients of
-weights, which are small sums over many rows, several programs share the steps of a tile, if the order of
-the sum allows it: exact sums and sums in chunks do. A second program then adds up the parts.
+A program computes a tile of the result. If the tiles do not keep the device busy, several programs share
+the steps of a tile, and a second program adds up the parts. This happens for gradients of weights, which are
+small but sum over many rows. The order of the sum must allow it, as exact sums and sums in chunks do.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import InputError
-from thinwire.kernels import gemm_exact, gemm_general, gemm_programs, gemm_quire, gemm_quire_programs
+from thinwire.kernels import gemm_exact, gemm_general, gemm_quire, gemm_quire_triton, gemm_triton
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams, Quick
 from thinwire.kernels.params import StepsParams
 from thinwire.kernels.reference import Key
@@ -22,21 +22,21 @@ from thinwire.kernels.reference import Key
 ROWS, COLUMNS, UNROLL = 32, 64, 4  # a program's tile; fastest of those tried on an H200
 PAIR_ROWS, PAIR_COLUMNS, LEAVES = 32, 32, 16
 QUIRE_ROWS, QUIRE_COLUMNS = 32, 32
-FEW_ROWS = 8  # up to here parts of exact sums have tiles of so many rows
-SCAN, SCANS = 2048, 1024  # numbers a program looks at in one go; programs at most
-FEW_SCANS = 32  # programs whose findings the host compares
-WAVES = 4  # programs for each multiprocessor where steps are shared
-LONG, SHARE = 256, 64  # steps from which on they are shared; steps of a program at least
-SUMS = 1 << 26  # float32 sums of chunks at most that wait to be added up
-END_BLOCK, END_UNROLL = 64, 16  # such sums: results of a program, steps in one go
-BATCH = 65535  # matrices at most in a launch
+FEW_ROWS = 8  # up to this many rows, parts of exact sums have tiles of this height
+SCAN, SCANS = 2048, 1024  # numbers that a program scans at a time; programs at most
+FEW_SCANS = 32  # programs at most whose results the host compares
+WAVES = 4  # programs per multiprocessor if steps are shared
+LONG, SHARE = 256, 64  # steps at least that are shared; steps of a program at least
+SUMS = 1 << 26  # float32 sums of chunks at most that are stored to be added up
+END_BLOCK, END_UNROLL = 64, 16  # adding up these sums: results of a program, unrolled steps
+BATCH = 65535  # matrices at most in one launch
 _Tables: TypeAlias = dict[torch.device, tuple[Tensor, Tensor]]
-_TABLES: WeakKeyDictionary[StepsParams, _Tables] = WeakKeyDictionary()  # as long as the format lives
-ROOM = 1 << 26  # float32 numbers at most that wait for a partner; more rows take turns
+_TABLES: WeakKeyDictionary[StepsParams, _Tables] = WeakKeyDictionary()  # kept as long as the format
+ROOM = 1 << 26  # float32 numbers at most that wait for a partner; further rows take more launches
 
 
 def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
-    """[batch, M, K] times [batch, K, N] into `out`, which is contiguous and not empty; K is at least 1."""
+    """Multiply [batch, M, K] by [batch, K, N] into `out`, contiguous and not empty; K is at least 1."""
     if out.device.index == torch.cuda.current_device():
         _gemm(p, a, b.contiguous(), out, key)
     else:
@@ -60,9 +60,9 @@ def exact(
     odd: bool,
     extents: tuple[gemm_quire.Extent, gemm_quire.Extent] | None = None,
 ) -> None:
-    """The same with one rounding at the end, to nearest even or to odd; see `gemm_exact`.
+    """Multiply with one rounding at the end, to nearest even or to odd; see `gemm_exact`.
 
-    Where `extents` are not known, the host waits for the device once, to see which window holds the sums.
+    If `extents` are not known, the host waits for the device once, to learn which window holds the sums.
     """
     if out.device.index == torch.cuda.current_device():
         _exact(a, b.contiguous(), out, odd, extents)
@@ -90,22 +90,24 @@ def _exact(
 
 
 def _extents(a: Tensor, b: Tensor) -> list[gemm_quire.Extent]:
-    """Of both operands in one launch; another where so many programs are at work that it pays."""
+    """Return the extents of both operands: one launch, and a second one to combine many programs."""
     if a.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise InputError("where the bits of exact sums lie must be looked at, which a recording cannot")
+        raise InputError(
+            "exact sums must first scan operands of unknown extent, which CUDA graph capture does not allow"
+        )
     programs = min(SCANS, -(-max(a.numel(), b.numel()) // SCAN))
-    found = torch.empty((2, programs, 2), dtype=torch.int32, device=a.device)
-    program: Any = gemm_quire_programs.extent_kernel
+    fields = torch.empty((2, programs, 2), dtype=torch.int32, device=a.device)
+    program: Any = gemm_quire_triton.extent_kernel
     options = {"NOTHING": gemm_quire.NO_FIELD, "BLOCK": SCAN, "num_warps": 8, "enable_fp_fusion": False}
-    program[programs, 2](a, b, found, a.numel(), b.numel(), **options)
+    program[programs, 2](a, b, fields, a.numel(), b.numel(), **options)
     if programs > FEW_SCANS:
-        found = found.amax(1, keepdim=True)
-    each = [zip(*rows, strict=True) for rows in found.tolist()]  # the host waits here
-    return [gemm_quire.Extent(-max(lowest), max(highest)) for lowest, highest in each]
+        fields = fields.amax(1, keepdim=True)
+    columns = [zip(*rows, strict=True) for rows in fields.tolist()]  # the host waits here
+    return [gemm_quire.Extent(-max(lowest), max(highest)) for lowest, highest in columns]
 
 
 def parts(tiles: int, steps: int, processors: int) -> int:
-    """How many programs share the steps of a tile: one if tiles keep the device busy or steps are few."""
+    """Return how many programs share a tile's steps: 1 if tiles keep the device busy or steps are few."""
     if tiles >= processors or steps < LONG:
         return 1
     return max(1, min(WAVES * processors // tiles, steps // SHARE))
@@ -121,8 +123,8 @@ def _quire(window: gemm_quire.Window, across: Tensor, b: Tensor, out: Tensor, *,
     steps = across.shape[-2]
     tile = {"BM": QUIRE_ROWS, "BN": QUIRE_COLUMNS, "UNROLL": UNROLL, "num_warps": 4}
     tiles = -(-rows // QUIRE_ROWS) * -(-columns // QUIRE_COLUMNS)
-    shape = {"LEVELS": window.levels, "ODD": odd, "enable_fp_fusion": True}  # products are exact
-    program: Any = gemm_quire_programs.quire_kernel
+    shape = {"LEVELS": window.levels, "ODD": odd, "enable_fp_fusion": True}  # safe: products are exact
+    program: Any = gemm_quire_triton.quire_kernel
     count = parts(tiles * batch, steps, _processors(out.device))
     if count == 1:
         scalars = (rows, columns, steps, steps, *window.units)
@@ -135,7 +137,7 @@ def _quire(window: gemm_quire.Window, across: Tensor, b: Tensor, out: Tensor, *,
     scalars = (rows, columns, steps, span, *window.units)
     program[tiles, batch, count](across, b, sums, *scalars, PARTS=True, **shape | {"ODD": False}, **tile)
     block, deep = (16, 64) if count > 8 else (128, 8)
-    end: Any = gemm_quire_programs.parts_kernel
+    end: Any = gemm_quire_triton.parts_kernel
     end[(-(-out.numel() // block),)](
         sums, out, out.numel(), count, *window.units, BLOCK=block, DEEP=deep, num_warps=4, **shape
     )
@@ -156,7 +158,7 @@ def _run(p: GemmParams, quick: tuple[Quick, Quick], a: Tensor, b: Tensor, out: T
 
 
 def _turns(out: Tensor, levels: int) -> list[tuple[slice, slice]]:
-    """As many matrices, or rows of one, at a time as a launch takes and as there is room for."""
+    """Return the matrices, or rows of one matrix, of each launch: as many as a launch and ROOM allow."""
     batch, rows, columns = out.shape
     tiles = -(-columns // PAIR_COLUMNS) * levels
     down = max(1, ROOM // (tiles * PAIR_ROWS * PAIR_COLUMNS)) if tiles else rows
@@ -176,7 +178,7 @@ def _sequential(
     tile = {"BM": ROWS, "BN": COLUMNS, "UNROLL": UNROLL, "num_warps": 8 if p.order == KAHAN else 4}
     tile |= {"KAHAN": p.order == KAHAN, "CHUNKED": p.order == CHUNKED}
     tiles = -(-rows // ROWS) * -(-columns // COLUMNS)
-    program: Any = gemm_programs.gemm_kernel
+    program: Any = gemm_triton.gemm_kernel
     chunks = -(-steps // chunk)
     count = min(chunks, parts(tiles * batch, steps, _processors(out.device)))
     if count == 1 or chunks * out.numel() > SUMS:
@@ -187,7 +189,7 @@ def _sequential(
     sums = torch.empty(chunks * out.numel(), device=out.device)
     sizes = rows, columns, steps, chunk, span
     program[tiles, batch, -(-steps // span)](across, b, sums, *sizes, *scalars, PARTS=True, **shape, **tile)
-    end: Any = gemm_programs.chunks_kernel
+    end: Any = gemm_triton.chunks_kernel
     ends = {"SWAY": shape["SWAY"], "BLOCK": END_BLOCK, "UNROLL": END_UNROLL, "num_warps": 2}
     end[(-(-out.numel() // END_BLOCK),)](
         sums, out, out.numel(), chunks, *scalars[-7:], enable_fp_fusion=False, **ends
@@ -202,24 +204,24 @@ def _pairwise(
     grid = (-(-rows // PAIR_ROWS) * -(-columns // PAIR_COLUMNS), batch)
     room = torch.empty(grid[0] * batch * _levels(steps) * PAIR_ROWS * PAIR_COLUMNS, device=out.device)
     tile = {"BM": PAIR_ROWS, "BN": PAIR_COLUMNS, "num_warps": 4}
-    program: Any = gemm_programs.pairwise_kernel
+    program: Any = gemm_triton.pairwise_kernel
     program[grid](across, b, out, room, rows, columns, steps, *scalars, **shape, **tile)
 
 
 def _levels(steps: int) -> int:
-    """How many sums of different lengths can wait for a partner at the same time."""
+    """Return how many sums of different lengths can wait for a partner at the same time."""
     return (-(-steps // LEAVES) - 1).bit_length() + 1
 
 
 def _scalars(quick: Quick, out: Tensor) -> tuple[Any, ...]:
-    """What the programs take of a way to round; where there are no tables, any tensor stands for them."""
+    """Return a rounding method's arguments; without tables, any tensor takes their place."""
     if quick.steps:
         return 0.0, 0.0, 0.0, 0.0, quick.steps.cell_shift, *_tables(quick.steps, out.device)
     return quick.magic, quick.low, quick.high, quick.over, quick.word, out, out
 
 
 def _tables(steps: StepsParams, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cells and values by segment."""
+    """Return cells, and values by segment."""
     known = _TABLES.setdefault(steps, {})
     if device not in known:
         cells, values = steps.cells(steps.cell_shift).view(np.int32), steps.values[steps.codes]

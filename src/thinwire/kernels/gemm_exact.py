@@ -1,11 +1,11 @@
-"""Matrix products without any rounding but one at the end, as in a quire (Kulisch 2013), in plain torch.
+"""Matrix products with a single rounding at the end, as in a quire (Kulisch 2013), in plain torch.
 
 Operands become integers, written in digits of 16 bits. The product of two matrices of digits is exact in
-float64 if at most 2**20 products are summed; equal powers of 2**16 are added as int64 and carried. What
-comes out is the exact sum rounded to float32: to nearest even, or to odd.
+float64 if at most 2**20 products are summed. Equal powers of 2**16 are added as int64 and carried. The
+result is the exact sum rounded to float32, to nearest even or to odd.
 
-Rounding to odd (of two neighbours, the one with an odd pattern, unless the sum is one of them) keeps
-all that a second rounding to a format of at most 22 significant bits looks at (Boldo and Melquiond 2008).
+Rounding to odd chooses, of two neighbours, the one with an odd pattern, unless the sum is one of them. It
+keeps all that a second rounding to a format of at most 22 significant bits needs (Boldo and Melquiond 2008).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ TOP = 3.4028234663852886e38
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor, *, odd: bool) -> None:
-    """[..., M, K] times [..., K, N] into `out`. K is at least 1."""
+    """Multiply [..., M, K] by [..., K, N] into `out`. K is at least 1."""
     x, y = _digits(a), _digits(b)
     sums = _sums(x, y, out)
     result = _rounded(sums, x.exponent + y.exponent, odd=odd)
@@ -36,7 +36,7 @@ class Digits:
     """A matrix as a sum of digits[i] * 2**(16 * places[i] + exponent); digits are signed float64."""
 
     digits: list[Tensor]
-    places: list[int]  #: ascending; places of which all digits are zero are left out
+    places: list[int]  #: ascending; places where all digits are zero are left out
     exponent: int
 
 
@@ -44,7 +44,7 @@ def _digits(x: Tensor) -> Digits:
     pattern = x.contiguous().view(torch.int32).long()
     field = pattern >> 23 & 0xFF
     size = torch.where(field > 0, pattern & 0x7FFFFF | 0x800000, pattern & 0x7FFFFF)
-    size = torch.where(field == 0xFF, 0, size)  # infinities and NaN are seen to later
+    size = torch.where(field == 0xFF, 0, size)  # `_special` handles infinities and NaN
     exponent = field.clamp(min=1) - 150
     kept = size != 0
     if not kept.any():
@@ -53,23 +53,23 @@ def _digits(x: Tensor) -> Digits:
     lowest = int((exponent + zeros)[kept].min())
     highest = int(exponent[kept].max()) + 24
     sign = torch.where(pattern < 0, -1, 1)
-    found: list[tuple[int, Tensor]] = []
+    parts: list[tuple[int, Tensor]] = []
     for place in range(-(-(highest - lowest) // DIGIT)):
         shift = exponent - (lowest + DIGIT * place)
         part = torch.where(shift < 0, size >> (-shift).clamp(0, 32), size << shift.clamp(0, DIGIT))
         part = torch.where(shift < DIGIT, part & MASK, 0)
         if part.any():
-            found.append((place, (part * sign).double()))
-    return Digits([part for _, part in found], [place for place, _ in found], lowest)
+            parts.append((place, (part * sign).double()))
+    return Digits([part for _, part in parts], [place for place, _ in parts], lowest)
 
 
 def _trailing_zeros(size: Tensor) -> Tensor:
-    """Zero bits below the lowest one; 0 for 0."""
+    """Return the number of zero bits below the lowest one; 0 for 0."""
     return torch.frexp((size & -size).double())[1].long().clamp(min=1) - 1
 
 
 def _sums(x: Digits, y: Digits, out: Tensor) -> list[Tensor]:
-    """The exact sums as int64 multiples of 1, 2**16, 2**32 ..., lowest first."""
+    """Return the exact sums as int64 multiples of 1, 2**16, 2**32 ..., lowest first."""
     if not x.digits or not y.digits:
         return [torch.zeros_like(out, dtype=torch.int64)]
     sums = [torch.zeros_like(out, dtype=torch.int64) for _ in range(x.places[-1] + y.places[-1] + 1)]
@@ -81,9 +81,9 @@ def _sums(x: Digits, y: Digits, out: Tensor) -> list[Tensor]:
 
 
 def _rounded(sums: list[Tensor], exponent: int, *, odd: bool) -> Tensor:
-    """Carry, take the leading bits and whether anything is below them, and round to float32."""
+    """Carry, take the leading bits and whether a lower bit is set, and round to float32."""
     negative = _carried(sums)[-1] < 0
-    digits = _carried([torch.where(negative, -each, each) for each in sums])[:-1]
+    digits = _carried([torch.where(negative, -part, part) for part in sums])[:-1]
     head = torch.zeros_like(digits[0])
     taken, rest = torch.zeros_like(head), torch.zeros_like(head)
     for digit in reversed(digits):
@@ -112,10 +112,10 @@ def _rounded(sums: list[Tensor], exponent: int, *, odd: bool) -> Tensor:
 
 
 def _carried(sums: list[Tensor]) -> list[Tensor]:
-    """Digits of 16 bits, lowest first, and last what is left over: 0, or -1 if the number is negative."""
+    """Return digits of 16 bits, lowest first, then the last carry: 0, or -1 if the number is negative."""
     carry, digits = torch.zeros_like(sums[0]), []
-    for each in sums:
-        carry = carry + each
+    for part in sums:
+        carry = carry + part
         digits.append(carry & MASK)
         carry = carry >> DIGIT
     for _ in range(4):
@@ -125,7 +125,7 @@ def _carried(sums: list[Tensor]) -> list[Tensor]:
 
 
 def _place(digits: list[Tensor]) -> Tensor:
-    """The place of the highest digit that is not zero."""
+    """Return the place of the highest digit that is not zero."""
     place = torch.zeros_like(digits[0])
     for i, digit in enumerate(digits):
         place = torch.where(digit != 0, i, place)
@@ -133,12 +133,12 @@ def _place(digits: list[Tensor]) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2**exponent in float64."""
+    """Return 2**exponent in float64."""
     return (exponent + 1023 << 52).view(torch.float64)
 
 
 def _special(a: Tensor, b: Tensor, finite: Tensor) -> Tensor:
-    """Infinities and NaN as float arithmetic has them, from counts of infinite products of either sign."""
+    """Apply infinities and NaN as float arithmetic does, from counts of infinite products of each sign."""
     x, y = a.nan_to_num(0.0, 1.0, -1.0).sign(), b.nan_to_num(0.0, 1.0, -1.0).sign()
     i, j = a.isinf().double(), b.isinf().double()
     number = i @ y.abs() + x.abs() @ j - i @ j

@@ -1,6 +1,6 @@
-"""Matrix products on a CUDA GPU whose roundings have no quick way: any format, any mode, at random as well.
+"""Matrix products on a CUDA GPU for roundings without a quick method: any format, any mode, also stochastic.
 
-The random words are those of `gemm_reference`, element by element and step by step.
+The random words are those of `gemm_reference`, for every element and step.
 """
 
 import functools
@@ -12,28 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import cuda, gemm_general_programs, reference
-from thinwire.kernels.gemm_general_programs import FLOAT, GRID, NONE, STEPS, SWIFT
+from thinwire.kernels import cuda, gemm_general_triton, reference
+from thinwire.kernels.gemm_general_triton import FLOAT, GRID, NONE, STEPS, SWIFT
 from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams
 from thinwire.kernels.params import STOCHASTIC, FloatParams, GridParams, Params, StepsParams
 from thinwire.kernels.reference import STREAM_BLOCK, Key
 
 WARPS = 4
-ROOM = 1 << 26  # float32 numbers at most that wait for a partner; more results take turns
-SUMS = 1 << 26  # sums of chunks at most that wait to be added up
+ROOM = 1 << 26  # float32 numbers at most that wait for a partner; further results take more launches
+SUMS = 1 << 26  # sums of chunks at most that are stored to be added up
 
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """How to round: constants of the programs, and twelve numbers and four tables in device memory."""
+    """A rounding method: constants of the programs, and twelve numbers and four tables in device memory."""
 
-    constants: tuple[int, int]  #: way and flag
+    constants: tuple[int, int]  #: method and flag
     tensors: tuple[Tensor, ...]
 
 
 def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None, processors: int) -> None:
-    """[batch, M, K] times [batch, K, N] into `out`, which is contiguous and not empty; K is at least 1."""
-    product, total = (_way(each, p.mode, out.device) for each in (p.product, p.sum))
+    """Multiply [batch, M, K] by [batch, K, N] into `out`, contiguous and not empty; K is at least 1."""
+    product, total = (_way(params, p.mode, out.device) for params in (p.product, p.sum))
     shape = {"SUM": total.constants, "MODE": p.mode}
     both = {**shape, "PRODUCT": product.constants, "MOGAMI": p.offset is not None}
     words = [word - (word >> 31 << 32) for word in key or (0, 0, 0, 0)]
@@ -70,7 +70,7 @@ def _pairwise(
     rest: tuple[Any, ...],
     shape: dict[str, Any],
 ) -> None:
-    """As many results at a time as there is room for."""
+    """Launch as many results at a time as ROOM allows."""
     levels, width = sizes[2].bit_length(), STREAM_BLOCK
     step = min(programs, max(1, ROOM // (levels * width)))
     room = torch.empty(levels * step * width, device=out.device)
@@ -80,11 +80,11 @@ def _pairwise(
 
 
 def _launch(name: str, grid: tuple[int, ...], *args: Any, **shape: Any) -> None:
-    program: Any = getattr(gemm_general_programs, name)
+    program: Any = getattr(gemm_general_triton, name)
     program[grid](*args, **shape, num_warps=WARPS, enable_fp_fusion=False)
 
 
-# Ways to round
+# Rounding methods
 
 _STEPS: WeakKeyDictionary[StepsParams, dict[torch.device, _Way]] = WeakKeyDictionary()
 
@@ -92,18 +92,18 @@ _STEPS: WeakKeyDictionary[StepsParams, dict[torch.device, _Way]] = WeakKeyDictio
 def _way(params: Params | None, mode: int, device: torch.device) -> _Way:
     if not isinstance(params, StepsParams):
         return _plain_way(params, mode, device)
-    known = _STEPS.setdefault(params, {})  # which are made for one mode
+    known = _STEPS.setdefault(params, {})  # StepsParams are made for one mode
     if device not in known:
         tables = cuda._tables(params, device)
         numbers = _numbers([tables.shift], device)
-        held = (numbers, tables.index, tables.starts, tables.values, tables.pairs)
-        known[device] = _Way((STEPS, tables.search_steps), held)
+        tensors = (numbers, tables.index, tables.starts, tables.values, tables.pairs)
+        known[device] = _Way((STEPS, tables.search_steps), tensors)
     return known[device]
 
 
 @functools.cache
 def _plain_way(params: FloatParams | GridParams | None, mode: int, device: torch.device) -> _Way:
-    """Without tables; any tensor stands for them."""
+    """Return a rounding method without tables; any tensor takes their place."""
     if params is None:
         constants, numbers = (NONE, 0), [0]
     elif isinstance(params, GridParams):
@@ -114,8 +114,8 @@ def _plain_way(params: FloatParams | GridParams | None, mode: int, device: torch
     else:
         man, low, max_code, sign, subnormals, *more = (int(number) for number in params.scalars)
         constants, numbers = (FLOAT, int(not subnormals)), [man, low, max_code, sign, *more]
-    held = _numbers(numbers, device)
-    return _Way(constants, (held,) * 5)
+    tensor = _numbers(numbers, device)
+    return _Way(constants, (tensor,) * 5)
 
 
 def _swift(p: FloatParams) -> list[int]:

@@ -1,10 +1,10 @@
-"""What a kernel needs to know about a low-precision matrix product, and which formats it can round quickly.
+"""Parameters of a low-precision matrix product, and formats to which a kernel can round quickly.
 
-Inside a product, rounding a float32 to the nearest value of a format is a handful of operations instead
-of a code and back. There are four ways, and a format that none of them serves takes the general one:
+Inside a product, rounding a float32 to the nearest value of a format takes a few operations, without
+encoding and decoding. There are four quick methods; other formats use the general method:
 
 - MAGIC: adding and subtracting a power of two (times 1.5) of the right size makes the processor round.
-- WIDE: float32 with fewer mantissa bits; adding just under half a step to the pattern carries.
+- WIDE: float32 with fewer mantissa bits; adding just under half a step to the pattern rounds it by carry.
 - GRID: as MAGIC with one constant, between two bounds.
 - TABLE: a look-up by the pattern's leading bits and an addition give the segment of a step function.
 """
@@ -19,7 +19,7 @@ from thinwire.kernels import reference
 from thinwire.kernels.params import NEAREST, STOCHASTIC, FloatParams, GridParams, Params, StepsParams
 
 SEQUENTIAL, CHUNKED, PAIRWISE, KAHAN = range(4)  # orders of accumulation
-PLAIN, MAGIC, WIDE, GRID, TABLE = range(5)  # ways to round; PLAIN: not at all
+PLAIN, MAGIC, WIDE, GRID, TABLE = range(5)  # rounding methods; PLAIN: no rounding
 
 INFINITY = 0x7F800000
 SIGN = -0x80000000
@@ -27,37 +27,37 @@ SIGN = -0x80000000
 
 @dataclass(frozen=True)
 class Quick:
-    """A quick way to round, to nearest but for TABLE. Scalars are float32 numbers, but Python's."""
+    """A quick rounding method; all but TABLE round to nearest. Scalars are Python floats of float32."""
 
     way: int
     magic: float = 0.0  #: MAGIC: 1.5 * 2**(23 - man), in units of the binade; GRID: 1.5 * 2**23 steps
     low: float = 0.0  #: MAGIC: the smallest normal value; GRID: the lowest value
     high: float = 0.0  #: MAGIC: from this magnitude on the result is `over`; GRID: the highest value
     over: float = 0.0
-    word: int = 0  #: MAGIC: the bits of a sign that zero keeps (0: there is no -0); WIDE: bits dropped
+    word: int = 0  #: MAGIC: the sign bit that zero keeps (0: there is no -0); WIDE: number of dropped bits
     steps: StepsParams | None = None  #: TABLE
 
 
 @dataclass(frozen=True)
 class GemmParams:
-    """How a matrix product is computed. None in place of a format: float32."""
+    """How a matrix product is computed. A format that is None means float32."""
 
     product: Params | None
     sum: Params | None
     mode: int
     order: int
-    chunk: int = 0  #: CHUNKED: products that are summed on their own
-    offset: int | None = None  #: added to a product of integers (see `gemm_reference`); None: multiply
+    chunk: int = 0  #: CHUNKED: products in a chunk
+    offset: int | None = None  #: added in Mogami's product (see `gemm_reference`); None: multiply
 
     @property
     def quick(self) -> tuple[Quick, Quick] | None:
-        """Quick ways for products and sums, or None if one of them has none."""
+        """Return the quick methods for products and sums, or None if one of them has none."""
         product, total = quick(self.product, self.mode), quick(self.sum, self.mode)
         return (product, total) if product and total else None
 
 
 def quick(params: Params | None, mode: int) -> Quick | None:
-    """A quick way to round to this format, if there is one."""
+    """Return the quick method that rounds to this format, or None."""
     if params is None:
         return Quick(PLAIN)
     if isinstance(params, StepsParams):
@@ -82,7 +82,7 @@ def _float(p: FloatParams) -> Quick | None:
         return Quick(PLAIN)
     if p.is_wide:
         return Quick(WIDE, word=23 - p.man)
-    if not (p.subnormals and 1 <= p.man <= 21):  # without mantissa bits, ties look at the exponent
+    if not (p.subnormals and 1 <= p.man <= 21):  # without mantissa bits, ties depend on the exponent
         return None
     over, under, zero = _rounded(p, INFINITY), _rounded(p, INFINITY + SIGN), _rounded(p, SIGN)
     nans = np.isnan([_rounded(p, 0x7FC00000), _rounded(p, 0x7FC00000 + SIGN)])
@@ -98,12 +98,12 @@ def _float(p: FloatParams) -> Quick | None:
 
 
 def _first(p: FloatParams, over: float) -> int:
-    """The smallest positive pattern that rounds to what infinity becomes; rounding is monotone."""
+    """Return the smallest positive pattern that rounds to `over`, as infinity does; rounding is monotone."""
     below, reached = 0, INFINITY
     while reached - below > 1:
         middle = (below + reached) // 2
-        found = _rounded(p, middle)
-        if found == over or (np.isnan(found) and np.isnan(over)):
+        result = _rounded(p, middle)
+        if result == over or (np.isnan(result) and np.isnan(over)):
             reached = middle
         else:
             below = middle

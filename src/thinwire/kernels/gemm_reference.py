@@ -1,10 +1,10 @@
-"""Low-precision matrix products in plain torch, one step of the sum at a time: the definition.
+"""Low-precision matrix products in plain torch, one step of the sum at a time: they define the result.
 
-Any format and rounding mode; the quick kernels return the same bits. Operands are [batch, M, K] and
-[batch, K, N], K at least 1.
+They take any format and rounding mode; the fast kernels return the same bits. Operands are [batch, M, K]
+and [batch, K, N], K at least 1.
 
-A NaN has one pattern when it is rounded and when it is returned, because hardware disagrees about its
-sign. Random words are drawn from a stream of their own for each step and each rounding in it.
+Every NaN is replaced by one pattern before it is rounded or returned, because hardware disagrees about its
+sign. Each rounding of each step draws random words from its own stream.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from thinwire.kernels.gemm_params import CHUNKED, KAHAN, PAIRWISE, GemmParams
 from thinwire.kernels.params import CANONICAL_NAN, Params
 from thinwire.kernels.reference import INFINITY, Key
 
-STAGES = 64  # numbers of streams for each step
-CHUNK_STAGE, LAST_STAGE = 5, 32  # additions of chunks; additions after the last pair
-DERIVED = 1 << 63  # streams of their own are drawn from call numbers that no tensor reaches
+STAGES = 64  # streams for each step
+CHUNK_STAGE, LAST_STAGE = 5, 32  # streams of additions of chunks, and of additions after the last pair
+DERIVED = 1 << 63  # keys of streams are drawn from call numbers that no tensor reaches
 ONE = 0x3F800000
 
 Product: TypeAlias = Callable[[int], Tensor]
-Round: TypeAlias = Callable[[Tensor, int, int], Tensor]  # a tensor, the step, the number within the step
+Round: TypeAlias = Callable[[Tensor, int, int], Tensor]  # a tensor, the step, the rounding within the step
 
 
 def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = None) -> None:
-    """The product of `a` and `b` into `out`."""
+    """Write the product of `a` and `b` to `out`."""
     steps = a.shape[-1]
     first = _rounding(p.product, p.mode, key)
     total = _rounding(p.sum, p.mode, key)
@@ -48,7 +48,7 @@ def gemm(p: GemmParams, a: Tensor, b: Tensor, out: Tensor, key: Key | None = Non
 
 
 def _chunks(product: Product, total: Round, steps: int, zero: Tensor, chunk: int) -> Tensor:
-    """One after the other; with `chunk`, in chunks whose sums are then added one after the other."""
+    """Sum sequentially; with `chunk`, sum each chunk, then add the sums of chunks sequentially."""
     s = whole = zero
     for k in range(steps):
         s = total(s + product(k), k, 1)
@@ -68,9 +68,9 @@ def _kahan(product: Product, total: Round, steps: int, zero: Tensor) -> Tensor:
 
 
 def _pairwise(product: Product, total: Round, steps: int) -> Tensor:
-    """Sums of 2, 4, 8 ... neighbours are kept until a partner comes; what is left over is added at the end.
+    """Keep sums of 2, 4, 8 ... neighbours until their partner is ready; add the remaining ones at the end.
 
-    That is the same as going level by level and letting the odd one pass up.
+    The result is the same as adding pairs level by level, where an odd sum moves up unchanged.
     """
     waiting: dict[int, Tensor] = {}
     for k in range(steps):
@@ -102,12 +102,12 @@ def _rounding(params: Params | None, mode: int, key: Key | None) -> Round:
 
 
 def derived(key: Key, number: int) -> Key:
-    """The key of a stream of its own, by number."""
+    """Return the key of the stream with this number."""
     return reference.philox(DERIVED | number, key)
 
 
 def one_nan(x: Tensor) -> Tensor:
-    """The same with one pattern for NaN, written as an integer: conversions differ between devices."""
+    """Give every NaN the same pattern, as an integer because conversions differ between devices."""
     return x.view(torch.int32).masked_fill(x.isnan(), CANONICAL_NAN).view(torch.float32)
 
 
@@ -118,12 +118,12 @@ def _multiply(x: Tensor, y: Tensor, offset: int | None) -> Tensor:
 
 
 def _mogami(x: Tensor, y: Tensor, offset: int) -> Tensor:
-    """The sum of two patterns less that of one: nearly the product (Mogami 2020).
+    """Approximate the product by the sum of the patterns minus the pattern of 1.0 (Mogami 2020).
 
-    The exponents add up, and so do the mantissas, which leaves out their product; `offset` makes up for
-    it on average. An operand with exponent field 0 counts as zero, and so does a result whose exponent
-    fields sum to 127 or less. What would lie above float32's range is infinite. Infinities and NaN go as
-    in a product of floats.
+    This adds the exponents and the mantissas but leaves out the product of the mantissas; `offset`
+    compensates for it on average. An operand with exponent field 0 counts as zero, and so does a result
+    whose exponent fields sum to 127 or less. A result above float32's range is infinite. Infinities and
+    NaN behave as in a product of floats.
     """
     i, j = x.contiguous().view(torch.int32).long(), y.contiguous().view(torch.int32).long()
     u, v = i & 0x7FFFFFFF, j & 0x7FFFFFFF

@@ -1,7 +1,7 @@
-"""One bit to an element in plain torch: the definition of every byte, for the fast kernels to equal.
+"""One-bit codecs in plain torch: they define every byte that the fast kernels must produce.
 
-A block of elements becomes their signs and two numbers: what a 0 and what a 1 stands for. Means are taken
-over integers, after a power of two has brought the block's largest magnitude under 2**24, so they do not
+A block is stored as one bit per element and two numbers, the values of bit 0 and of bit 1. Means are taken
+over integers, after a power of two has scaled the block's largest magnitude below 2**24, so they do not
 depend on the order of summation.
 """
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.kernels import block_reference
-from thinwire.kernels.params import SignPlan as SignPlan
+from thinwire.kernels.params import SignLayout as SignLayout
 from thinwire.kernels.reference import INFINITY
 
-SUM_BITS = 24  # 64 of them fit into 32 bits
+SUM_BITS = 24  # 64 such integers add up within 32 bits
 
 
 def levels(u: Tensor, counts: Tensor, threshold: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of blocks [..., block]: the bits, and what 0 and 1 stand for.
+    """Return the bits of blocks [..., block], and the values of bit 0 and of bit 1.
 
     Elements beyond `counts` are padding. `threshold` is "zero" (two means), "mean" (the mean plus and
     minus the mean deviation) or "sign" (plus and minus the mean magnitude).
@@ -48,7 +48,7 @@ def levels(u: Tensor, counts: Tensor, threshold: str) -> tuple[Tensor, Tensor, T
 
 
 def _powers(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Two powers of two; their product brings every magnitude of the block under 2**24."""
+    """Return two powers of two whose product scales every magnitude of the block below 2**24."""
     exponent = (magnitude >> 23).clamp(1, 254) - 126
     first = (SUM_BITS - exponent) // 2
     return block_reference._exp2(first), block_reference._exp2(SUM_BITS - exponent - first)
@@ -64,8 +64,8 @@ def _mean(total: Tensor, count: Tensor, magnitude: Tensor) -> Tensor:
     return total.float() / count.clamp(min=1).float() * (1.0 / one) * (1.0 / other)
 
 
-def encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Tensor | None = None) -> None:
-    """Rows [rows, numel] into their wires; a residual as in `block_reference.encode`."""
+def encode(x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None = None) -> None:
+    """Encode rows [rows, numel] into their wires; the residual is as in `block_reference.encode`."""
     u = x.float() if residual is None else x.float() + residual
     rows, numel = u.shape
     cut = pad(u, (0, -numel % plan.block)).view(rows, -1, plan.block)
@@ -83,8 +83,8 @@ def encode(x: Tensor, wire: Tensor, plan: SignPlan, threshold: str, residual: Te
         residual.copy_(u - decode(wire, plan))
 
 
-def decode(wire: Tensor, plan: SignPlan, weight: float = 1.0) -> Tensor:
-    """Wires [rows, nbytes] as float32 [rows, numel], times `weight`, which goes into the two numbers."""
+def decode(wire: Tensor, plan: SignLayout, weight: float = 1.0) -> Tensor:
+    """Decode wires [rows, nbytes] to float32 [rows, numel]; `weight` multiplies the two numbers."""
     blocks = -(-plan.numel // plan.block)
     times = torch.full((), weight, dtype=torch.float32, device=wire.device)
     high = wire[:, plan.high_at : plan.high_at + 4 * blocks].contiguous().view(torch.float32) * times
@@ -92,12 +92,12 @@ def decode(wire: Tensor, plan: SignPlan, weight: float = 1.0) -> Tensor:
     if plan.low_at >= 0:
         low = wire[:, plan.low_at : plan.low_at + 4 * blocks].contiguous().view(torch.float32) * times
     bits = block_reference.unpack(wire, plan.numel, 1) == 1
-    high, low = (each.repeat_interleave(plan.block, 1)[:, : plan.numel] for each in (high, low))
+    high, low = (level.repeat_interleave(plan.block, 1)[:, : plan.numel] for level in (high, low))
     return torch.where(bits, high, low)
 
 
-def reduce(wires: Tensor, out: Tensor, plan: SignPlan, threshold: str, weight: float) -> None:
-    """Wires [K, rows, nbytes]: their weighted sum, in the order given, encoded anew."""
+def reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+    """Encode the weighted sums of wires [K, rows, nbytes] into `out`, added in the order given."""
     total = torch.zeros((wires.shape[1], plan.numel), device=wires.device)
     for wire in wires:
         total += block_reference.guard(wire, plan.tag, decode(wire, plan, weight))

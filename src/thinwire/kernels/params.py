@@ -1,10 +1,10 @@
-"""What a kernel needs to know about a format: plain numbers and arrays, no format class.
+"""Parameters of a format as kernels take them: plain numbers and arrays, no format class.
 
 Three families cover every format:
 
 - `FloatParams`: sign, exponent and mantissa bits; rounding is integer arithmetic on the float32 pattern.
-- `GridParams`: evenly spaced with a power-of-two step (fixed point, integers).
-- `StepsParams`: anything else of at most 16 bits. Rounding in one mode is a step function of the 32-bit
+- `GridParams`: evenly spaced values with a power-of-two step (fixed point, integers).
+- `StepsParams`: any other format of at most 16 bits. Rounding in one mode is a step function of the 32-bit
   input pattern, so it is stored as the patterns at which the code changes. NaN, infinities and both
   zeros are ordinary patterns there and need no branch.
 """
@@ -23,7 +23,7 @@ NEAREST, AWAY, ZERO, UP, DOWN, STOCHASTIC = range(6)
 CANONICAL_NAN = 0x7FC00000
 CELL_BITS = 16  # the CPU kernel of short codes looks up the upper half of the float32 pattern
 MAX_CELL_BITS = 23  # beyond this, a segment index no longer fits above the cell bits
-MIN_CELL_BITS = 10  # a table of 16 MiB; what needs more is searched
+MIN_CELL_BITS = 10  # a table of 16 MiB; formats that need a larger one are searched
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -39,9 +39,9 @@ class FloatParams:
     negative_zero: bool
     max_code: int  #: magnitude code of the largest finite value
     inf_code: int  #: magnitude code of infinity, or -1
-    over_pos: int  #: what a positive finite value beyond the range becomes, in this rounding mode
+    over_pos: int  #: code of a positive finite value beyond the range, in this rounding mode
     over_neg: int
-    inf_pos: int  #: what an infinite input becomes
+    inf_pos: int  #: code of an infinite input
     inf_neg: int
     nan_pos: int
     nan_neg: int
@@ -63,10 +63,11 @@ class FloatParams:
         )
 
     def is_quick(self, mode: int) -> bool:
-        """Whether the processor's own float arithmetic can bring subnormals into place.
+        """Whether float32 arithmetic of the processor can align subnormals.
 
-        Nearest adds the power of two whose last place is the smallest subnormal; stochastic multiplies
-        by the one that makes the smallest normal 2**30. Both must be float32 numbers.
+        Nearest rounding adds the power of two whose last place is the smallest subnormal. Stochastic
+        rounding multiplies by the power of two that makes the smallest normal 2**30. Both powers must
+        be float32 numbers.
         """
         if not self.subnormals:
             return False
@@ -76,11 +77,11 @@ class FloatParams:
 
     @functools.cached_property
     def specials(self) -> int:
-        """How special values go on a rounded magnitude, from the general case to the cheapest.
+        """How special values are applied to a rounded magnitude, from the general case to the cheapest.
 
-        0: positive and negative, infinite and NaN all apart; 1: large values, infinities and NaN are
-        positive codes with the sign bit added (or, for NaN, toggled); 2: as 1, and NaN is the same
-        code as large values; 3: one code for all of them, and no negative zero.
+        0: positive, negative, infinite and NaN inputs are handled separately. 1: large values,
+        infinities and NaN are positive codes with the sign bit added (for NaN, toggled). 2: as 1, and
+        NaN has the code of large values. 3: one code for all of them, and no negative zero.
         """
         sign = 1 << (self.exp + self.man)
         over, nan = (self.over_pos, self.over_neg), (self.nan_pos, self.nan_neg)
@@ -118,26 +119,26 @@ class GridParams:
 
     @property
     def pad(self) -> int:
-        """Bits to shift a code up and down again, which brings its sign into place."""
+        """Bits to shift a code up and down again, which extends its sign."""
         return 32 - self.bits if self.low < 0 else 0
 
 
 @dataclass(frozen=True, eq=False)
 class StepsParams:
-    """A step function from float32 patterns to codes, and the table that leads back."""
+    """A step function from float32 patterns to codes, and the table from codes to values."""
 
     bits: int
     starts: Array  #: uint32 [segments], ascending, the first is 0
     codes: Array  #: int64 [segments], the code of every pattern from this start to the next
     values: Array  #: float32 [2**bits], the value of each code
-    inverse: Array | None = None  #: stochastic only, by segment: one over the gap above (0: none),
-    codes_up: Array | None = None  #: and the code above; `codes` are those below
+    inverse: Array | None = None  #: stochastic only, by segment: 1 / gap to the value above (0: no gap)
+    codes_up: Array | None = None  #: stochastic only, by segment: the code above; `codes` are below
 
     @functools.cached_property
     def cell_shift(self) -> int:
-        """The largest shift for which no cell of 2**shift patterns holds two starts; 0 if none.
+        """Return the largest shift for which no cell of 2**shift patterns holds two starts; 0 if none.
 
-        There must also be room for the segment's number above the shift.
+        The segment's number must also fit into the bits above the shift.
         """
         for shift in range(MAX_CELL_BITS, MIN_CELL_BITS - 1, -1):
             inside = self.starts[self.starts & np.uint32((1 << shift) - 1) != 0]
@@ -147,10 +148,10 @@ class StepsParams:
         return 0
 
     def cells(self, shift: int) -> Array:
-        """A table t such that (t[x >> shift] + x) >> shift is the segment of pattern x.
+        """Return a table t such that (t[x >> shift] + x) >> shift is the segment of pattern x.
 
         The addition carries into the segment number exactly when x has reached the start inside its
-        cell: one look-up and one addition replace the comparison.
+        cell. One look-up and one addition replace the comparison.
         """
         number = np.arange(1 << (32 - shift), dtype=np.uint64)
         first = number << np.uint64(shift)
@@ -163,27 +164,27 @@ class StepsParams:
 
     @functools.cached_property
     def decoded(self) -> Array:
-        """`values` for every code that the codes' dtype can hold: bits above the format's are ignored."""
+        """Return `values` for every code of the codes' dtype; bits above the format's are ignored."""
         return np.tile(self.values, (256 if self.bits <= 8 else 65536) >> self.bits)
 
     @functools.cached_property
     def firsts(self) -> Array:
-        """For each 16-bit cell, the segment of its first pattern (uint32 [65537]), for the search."""
+        """Return the segment of each 16-bit cell's first pattern (uint32 [65537]), for the search."""
         edges = np.arange(65537, dtype=np.uint64) << np.uint64(CELL_BITS)
         return (np.searchsorted(self.starts, edges, side="right") - 1).astype(np.uint32)
 
     @functools.cached_property
     def search_steps(self) -> int:
-        """Halvings that find a segment inside any 16-bit cell."""
+        """Return the bisection steps that find a segment inside any 16-bit cell."""
         return int(np.diff(self.firsts.astype(np.int64)).max()).bit_length()
 
 
 Params: TypeAlias = FloatParams | GridParams | StepsParams
 
 
-# Blocks: many elements that share a scale
+# Blocks: elements that share a scale
 
-ABSMAX, POW2_CEIL, POW2_FLOOR, FILLED, MINMAX = range(5)  # how a block's scale is found
+ABSMAX, POW2_CEIL, POW2_FLOOR, FILLED, MINMAX = range(5)  # how a block's scale is chosen
 FLOAT32, BFLOAT16, E8M0, E4M3 = range(4)  # how it is stored
 SCALE_NBYTES = (4, 2, 1, 1)
 GROUP = 64  # codes are packed this many at a time
@@ -191,14 +192,14 @@ GROUP = 64  # codes are packed this many at a time
 
 @dataclass(frozen=True, eq=False)
 class BlockParams:
-    """How a block codec works: its elements' format, its blocks, its scales."""
+    """A block codec: its elements' format, its blocks, its scales."""
 
     element: Params  #: for `mode`; saturating
     mode: int
-    block: int  #: elements that share a scale, a power of two; 0: all of a row
-    rule: int  #: ABSMAX ... ; FILLED: the scales are already in the wire; MINMAX: a base as well
-    limit: float  #: what a block's largest magnitude is mapped to
-    store: int = FLOAT32  #: E4M3: with one more factor for the whole row, kept as float32
+    block: int  #: elements that share a scale, a power of two; 0: the whole row
+    rule: int  #: ABSMAX ... ; FILLED: the wire already holds the scales; MINMAX: blocks also have a base
+    limit: float  #: the value to which a block's largest magnitude is scaled
+    store: int = FLOAT32  #: E4M3: plus one float32 factor for the whole row
 
     @property
     def affine(self) -> bool:
@@ -209,76 +210,76 @@ class BlockParams:
 
 
 @dataclass(frozen=True)
-class WirePlan:
-    """Where things lie in the wire of one row; offsets in bytes."""
+class WireLayout:
+    """Layout of one row's wire; offsets in bytes."""
 
     numel: int
     nbytes: int
-    scales_at: int  #: codes are at 0
-    extra_at: int  #: bases of MINMAX, or the row's factor of E4M3; else unused
+    scales_at: int  #: codes start at 0
+    extra_at: int  #: bases for MINMAX, or the row's factor for E4M3; otherwise unused
     tag: int  #: the last four bytes
 
 
 @dataclass(frozen=True)
-class SignPlan:
-    """Of one bit to an element: blocks, and where things lie in the wire of one row; bits are at 0."""
+class SignLayout:
+    """Layout of one row's wire with one bit per element; offsets in bytes, bits start at 0."""
 
     numel: int
     block: int  #: a power of two, at least 64
     nbytes: int
-    low_at: int  #: what a 0 stands for; -1 if it is minus what a 1 stands for
+    low_at: int  #: values of bit 0, by block; -1: minus the values of bit 1
     high_at: int
     tag: int
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Rows of different lengths, each with a wire of its own: where they lie in flat tensors.
+    """Positions of rows of different lengths in flat tensors; each row has its own wire.
 
-    Worked out once, used at every step: kernels keep their tables in `known`.
+    They are computed once and used at every step. Kernels cache their tables in `known`.
     """
 
-    plans: tuple[WirePlan | SignPlan, ...]  #: lengths, and places inside each segment's wire
-    starts: tuple[int, ...]  #: the first element of each in the vector
-    wires: tuple[int, ...]  #: the first byte of each in a buffer of wires, a multiple of 4
-    held: tuple[int, ...]  #: the first element of each in the residuals; any numbers if there are none
-    tensors: tuple[int, ...]  #: the 32-bit number of each one's tensor in the random stream
-    rows: tuple[int, ...]  #: the row of the stream that each takes
+    plans: tuple[WireLayout | SignLayout, ...]  #: length and wire layout of each segment
+    starts: tuple[int, ...]  #: first element of each segment in the vector
+    wires: tuple[int, ...]  #: first byte of each segment in a buffer of wires, a multiple of 4
+    held: tuple[int, ...]  #: first element of each segment in the residuals; any numbers without residuals
+    tensors: tuple[int, ...]  #: 32-bit number of each segment's tensor in the random stream
+    rows: tuple[int, ...]  #: row of the stream that each segment uses
 
     def __post_init__(self) -> None:
         lists = (self.starts, self.wires, self.held, self.tensors, self.rows)
-        assert all(len(each) == len(self.plans) for each in lists)
+        assert all(len(numbers) == len(self.plans) for numbers in lists)
         assert not any(at % 4 for at in self.wires)
 
     @functools.cached_property
     def known(self) -> dict[Any, Any]:
-        """What kernels worked out of it, kept as long as it lives."""
+        """Tables that kernels derive from the segments, kept as long as the segments."""
         return {}
 
     @functools.cached_property
     def packed(self) -> "Segments":
-        """The same, with elements one after another."""
+        """Return the same segments with contiguous elements."""
         numels = [plan.numel for plan in self.plans]
         return replace(self, starts=(0, *itertools.accumulate(numels))[: len(numels)])
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of all of them."""
+        """Return the number of elements of all segments."""
         return sum(plan.numel for plan in self.plans)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Where random words come from, but for the tensor: see `thinwire.rounding.Stream`."""
+    """What selects random words, except for the tensor; see `thinwire.rounding.Stream`."""
 
     seed: int  #: 64 bits
     step: int  #: 64 bits
     rank: int  #: 32 bits
-    words: Tensor | None = field(default=None, compare=False, repr=False)  #: these numbers in a GPU's memory
+    words: Tensor | None = field(default=None, compare=False, repr=False)  #: these numbers in GPU memory
 
 
 def components(bits: int) -> tuple[int, ...]:
-    """A code's bits in powers of two, lowest part first; each part is packed on its own.
+    """Split a code's bits into powers of two, lowest part first; each part is packed separately.
 
     >>> components(6), components(8), components(21)
     ((4, 2), (8,), (16, 4, 1))
@@ -287,7 +288,7 @@ def components(bits: int) -> tuple[int, ...]:
 
 
 def packed_nbytes(numel: int, bits: int) -> int:
-    """Bytes of packed codes: whole groups of 64 under a byte, whole words from there on."""
+    """Return the bytes of packed codes: whole groups of 64 for parts under 8 bits, else whole words."""
     return sum(_part_nbytes(numel, part) for part in components(bits))
 
 

@@ -33,12 +33,12 @@ STREAM_BLOCK = 512  # elements that share STREAM_BLOCK // 4 calls of the generat
 
 
 def code_dtype(bits: int) -> torch.dtype:
-    """The smallest unsigned dtype that holds a code."""
+    """Return the smallest unsigned dtype that holds a code."""
     return torch.uint8 if bits <= 8 else torch.uint16 if bits <= 16 else torch.uint32
 
 
 def to_codes(params: Params, x: Tensor, mode: int, words: Tensor | None = None) -> Tensor:
-    """Codes of a flat float32 tensor. `words` are random uint32, one per element, if mode is STOCHASTIC."""
+    """Return the codes of a flat float32 tensor. STOCHASTIC needs `words`, random uint32, one per element."""
     pattern = x.view(torch.int32).long() & MASK32
     random = torch.zeros_like(pattern) if words is None else words.view(torch.int32).long() & MASK32
     if isinstance(params, FloatParams):
@@ -51,7 +51,7 @@ def to_codes(params: Params, x: Tensor, mode: int, words: Tensor | None = None) 
 
 
 def from_codes(params: Params, codes: Tensor) -> Tensor:
-    """Float32 values of flat codes; bits above the format's are ignored."""
+    """Return the float32 values of flat codes; bits above the format's are ignored."""
     wide = codes.long() & ((1 << params.bits) - 1)
     if isinstance(params, FloatParams):
         return _float_values(params, wide)
@@ -62,15 +62,15 @@ def from_codes(params: Params, codes: Tensor) -> Tensor:
 
 
 def round(params: Params, x: Tensor, mode: int, words: Tensor | None = None) -> Tensor:
-    """The value of each element's code."""
+    """Return the value of each element's code."""
     return from_codes(params, to_codes(params, x, mode, words))
 
 
 def _float_codes(p: FloatParams, pattern: Tensor, mode: int, random: Tensor) -> Tensor:
-    """code = (exponent steps above the smallest normal) * 2**man + rounded significand.
+    """Return (exponent steps above the smallest normal) * 2**man + rounded significand, with the sign.
 
-    A carry out of the significand moves into the exponent by itself, and a subnormal is a normal
-    significand shifted further.
+    A carry out of the significand increments the exponent, and a subnormal is a normal significand
+    shifted further.
     """
     negative = pattern >> 31 == 1
     magnitude = pattern & 0x7FFFFFFF
@@ -98,17 +98,17 @@ def _pick(negative: Tensor, positive_code: int, negative_code: int) -> Tensor:
 
 
 def _shift_stochastic(significand: Tensor, drop: Tensor, below: Tensor, random: Tensor) -> Tensor:
-    """Shift a 24-bit significand right by `below`, then drop `drop` bits with a chance of rounding up.
+    """Shift a 24-bit significand right by `below`, then drop `drop` bits with stochastic rounding.
 
-    Seven more bits are kept below the significand, so that a value far under the smallest subnormal
-    still has its chance; then the top bits of the random word are added and the sum is cut.
+    Seven more bits are kept below the significand, so that a value far below the smallest subnormal
+    can still round up. Then the top bits of the random word are added and the sum is truncated.
     """
     shifted = (significand << 7) >> below.clamp(max=31)
     return (shifted + (random >> (25 - drop))) >> (drop + 7)
 
 
 def _shift_round(significand: Tensor, drop: Tensor, base: Tensor, mode: int, negative: Tensor) -> Tensor:
-    """Drop the low bits of a 24-bit significand; a tie looks at the whole code, which counts if man = 0."""
+    """Drop the low bits of a 24-bit significand; a tie tests the whole code, which matters if man = 0."""
     whole, rest = significand >> drop, significand & ((1 << drop) - 1)
     half = (1 << drop) >> 1
     if mode == NEAREST:
@@ -138,7 +138,7 @@ def _float_values(p: FloatParams, codes: Tensor) -> Tensor:
 
 
 def _grid_codes(p: GridParams, x: Tensor, mode: int, random: Tensor) -> Tensor:
-    """Scaling by a power of two is exact, the distance to the integer below is exact: one rounding."""
+    """Return grid codes with one rounding: the scaling and the distance to the integer below are exact."""
     steps = (x * 2.0**p.frac_bits).clamp(p.low - 1.0, p.high + 1.0)  # NaN stays NaN
     size = steps.abs()
     whole = size.floor()
@@ -166,22 +166,22 @@ def _steps_codes(p: StepsParams, pattern: Tensor, x: Tensor, mode: int, random: 
         return codes
     assert p.inverse is not None
     assert p.codes_up is not None
-    lower = torch.from_numpy(p.values).to(device)[codes]  # NaN where the code is: no chance to go up
+    lower = torch.from_numpy(p.values).to(device)[codes]  # NaN where the code is NaN, which never rounds up
     position = (x - lower) * torch.from_numpy(p.inverse).to(device)[segment]
     return torch.where(_chance(random) < position, torch.from_numpy(p.codes_up).to(device)[segment], codes)
 
 
 def _chance(random: Tensor) -> Tensor:
-    """23 random bits as a float in [0, 1), complemented: a larger word makes rounding up likelier."""
+    """Return 23 complemented random bits as a float in [0, 1); a larger word makes rounding up likelier."""
     return ((~random & MASK32) >> 9).float() * 2.0**-23
 
 
 def philox(call: Word, key: Key) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-7 (Salmon et al. 2011): four random words for a call number, or for a tensor of them.
+    """Return four random words for a call number, or a tensor of them: Philox4x32-7 (Salmon et al. 2011).
 
     Seven rounds are the fewest that the authors found to pass all of BigCrush. The call number is the
-    lower half of the counter; the upper half and the generator's key come from the stream's key. Tensors
-    are int64 and wrap; the masks undo it.
+    lower half of the counter; the upper half and the generator's key come from the stream's key. Int64
+    tensors wrap; the masks undo it.
     """
     k0, k1 = key[:2]
     a, b, c, d = call & MASK32, call >> 32, 0 * call + key[2], 0 * call + key[3]
@@ -193,9 +193,9 @@ def philox(call: Word, key: Key) -> tuple[Word, Word, Word, Word]:
 
 
 def stream_words(key: Key, numel: int, device: torch.device | None = None) -> Tensor:
-    """The random words of elements 0..numel-1 of a stream, as uint32.
+    """Return the random words of elements 0..numel-1 of a stream, as uint32.
 
-    Element i takes word (i // 128) % 4 of the generator's call number 128 * (i // 512) + i % 128: long
+    Element i uses word (i // 128) % 4 of the generator's call number 128 * (i // 512) + i % 128. Long
     runs of neighbours share a word position, which suits vector units.
     """
     blocks = -(-numel // STREAM_BLOCK)

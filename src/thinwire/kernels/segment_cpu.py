@@ -1,4 +1,4 @@
-"""Segments on the CPU: the loops of rows, with a table of where each segment lies."""
+"""Segments on the CPU: the loops for rows, with a table of the segments' positions."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import block_cpu, segment_loops, segment_reference
+from thinwire.kernels import block_cpu, segment_numba, segment_reference
 from thinwire.kernels.block_cpu import LONG_SPAN, NO_DRAW, NO_WIRES, NONE, SPAN, Spans
-from thinwire.kernels.params import Array, BlockParams, Draw, Segments, SignPlan
-from thinwire.kernels.reference import MASK32
+from thinwire.kernels.params import CANONICAL_NAN, Array, BlockParams, Draw, Segments, SignLayout
+from thinwire.kernels.reference import INFINITY, MASK32
 
 
 def encode(
@@ -20,7 +20,7 @@ def encode(
     draw: Draw | None,
     residual: Tensor | None,
 ) -> None:
-    """Each segment into its wire; see `segment_reference.encode`."""
+    """Encode each segment into its wire; see `segment_reference.encode`."""
     spans = _spans(segments, block_cpu.span_of(p, residual is not None))
     arrays = (x.numpy(), _flat(residual), *NO_WIRES, *_views(wire))
     block_cpu.run_encode(p, spans, arrays, draw=_draw(draw), drop=True)
@@ -30,7 +30,7 @@ def encode(
 def decode(
     p: BlockParams, wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
 ) -> None:
-    """Weighted sums of wires; see `segment_reference.decode`."""
+    """Write the weighted sums of wires to `out`; see `segment_reference.decode`."""
     arrays = (out.numpy(), *_views(wires))
     block_cpu.run_decode(p, _spans(segments, SPAN), arrays, weight, (count, stride))
 
@@ -46,7 +46,7 @@ def reduce(  # noqa: PLR0913
     draw: Draw | None,
     residual: Tensor | None,
 ) -> None:
-    """Those sums into wires; see `segment_reference.reduce`."""
+    """Encode the weighted sums of wires into `out`; see `segment_reference.reduce`."""
     spans = _spans(segments, block_cpu.span_of(p, residual is not None))
     arrays = (NONE, _flat(residual), *_views(wires), *_views(out))
     block_cpu.run_encode(p, spans, arrays, (count, stride), weight, draw=_draw(draw), drop=True)
@@ -56,7 +56,7 @@ def reduce(  # noqa: PLR0913
 def onebit_encode(
     x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None
 ) -> None:
-    """As `encode`, one bit to an element; the threshold "mean" has no loop."""
+    """As `encode`, with one bit per element; the threshold "mean" has no loop."""
     if threshold == "mean":
         segment_reference.onebit_encode(x, wire, segments, threshold, residual)
         return
@@ -69,7 +69,7 @@ def onebit_encode(
 def onebit_decode(
     wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
 ) -> None:
-    """As `decode`."""
+    """As `decode`, with one bit per element."""
     block = _block(segments)
     spans, arrays = _spans(segments, max(LONG_SPAN, block)), (out.numpy(), *_views(wires)[::2])
     block_cpu.run_unsigned(spans, arrays, block, weight, (count, stride))
@@ -85,7 +85,7 @@ def onebit_reduce(
     stride: int,
     residual: Tensor | None,
 ) -> None:
-    """As `reduce`."""
+    """As `reduce`, with one bit per element."""
     if threshold == "mean":
         segment_reference.onebit_reduce(wires, out, segments, threshold, weight, count, stride, residual)
         return
@@ -97,13 +97,14 @@ def onebit_reduce(
 
 
 def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor:
-    """The pattern of each segment's largest |x (+ residual)|; NaN is the largest of all."""
+    """Return the pattern of each segment's largest |x (+ residual)|; NaN is largest."""
     spans = _spans(segments, LONG_SPAN)
-    source, held, found = x.numpy(), _flat(residual), np.zeros(spans.count, np.int32)
-    rest = (spans.work, spans.places, found)
-    block_cpu.spread(spans, lambda units: segment_loops.magnitudes(source, held, units, *rest))
+    source, errors, patterns = x.numpy(), _flat(residual), np.zeros(spans.count, np.int32)
+    rest = (spans.work, spans.places, patterns)
+    block_cpu.spread(spans, lambda units: segment_numba.magnitudes(source, errors, units, *rest))
     largest = np.zeros(len(segments.plans), np.int32)
-    np.maximum.at(largest, spans.work[:, 0], found)
+    np.maximum.at(largest, spans.work[:, 0], patterns)
+    largest[largest > INFINITY] = CANONICAL_NAN
     return torch.from_numpy(largest)
 
 
@@ -111,10 +112,10 @@ def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor
 
 
 def _spans(segments: Segments, span: int) -> Spans:
-    found = segments.known.get(("cpu", span))
-    if found is None:
-        found = segments.known["cpu", span] = _cut(segments, span)
-    return found
+    spans = segments.known.get(("cpu", span))
+    if spans is None:
+        spans = segments.known["cpu", span] = _cut(segments, span)
+    return spans
 
 
 def _cut(segments: Segments, span: int) -> Spans:
@@ -133,7 +134,7 @@ def _cut(segments: Segments, span: int) -> Spans:
 
 def _block(segments: Segments) -> int:
     plan = segments.plans[0]
-    assert isinstance(plan, SignPlan)
+    assert isinstance(plan, SignLayout)
     return plan.block
 
 
@@ -142,7 +143,7 @@ def _flat(residual: Tensor | None) -> Array:
 
 
 def _views(wire: Tensor) -> tuple[Array, Array, Array]:
-    """A buffer may end with bytes of something else."""
+    """Return `block_cpu.views` of a buffer, which may end with unrelated bytes."""
     return block_cpu.views(wire if wire.numel() % 4 == 0 else wire[: wire.numel() // 4 * 4])
 
 
@@ -154,10 +155,10 @@ def _draw(draw: Draw | None) -> tuple[Any, ...]:
 
 
 def _tag_empty(wire: Tensor, segments: Segments) -> None:
-    """A segment without elements has no span, but it has a tag."""
+    """Write the tags of segments without elements, which have no span."""
     empty = segments.known.get("empty")
     if empty is None:
-        found = [i for i, plan in enumerate(segments.plans) if not plan.numel]
-        empty = segments.known["empty"] = found
+        indices = [i for i, plan in enumerate(segments.plans) if not plan.numel]
+        empty = segments.known["empty"] = indices
     for i in empty:
         segment_reference.empty(segment_reference.wire_of(wire, segments, i), segments.plans[i])

@@ -1,8 +1,8 @@
 """Segments on a CUDA GPU: one launch for all of them.
 
-What a launch needs beside the tensors is made when segments are first used, and kept with them. A program is
-tried against the reference before it is used (see `segment_trials`). Where it fails, and where a codec does
-not work tile by tile, segments go through the reference, or are summed first.
+What a launch needs besides the tensors is prepared when segments are first used, and kept with them. A
+program is tested against the reference before it is used (see `segment_selftest`). If the test fails, or if a
+codec does not work tile by tile, the reference is used; a reduction decodes and encodes in separate launches.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels import block_cuda, segment_programs, segment_reference, segment_trials
+from thinwire.kernels import block_cuda, segment_reference, segment_selftest, segment_triton
 from thinwire.kernels.block_cuda import LARGEST_TILE, TILE, UNROLLED, _base, _constants, _lookup
 from thinwire.kernels.params import (
     FILLED,
@@ -19,14 +19,14 @@ from thinwire.kernels.params import (
     BlockParams,
     Draw,
     Segments,
-    SignPlan,
+    SignLayout,
     StepsParams,
-    WirePlan,
+    WireLayout,
 )
 from thinwire.kernels.reference import MASK32
 from thinwire.kernels.segment_tables import Ready, make, step_of
 
-WORDS = 5  #: of 32 bits, in which a draw's numbers lie in memory
+WORDS = 5  #: 32-bit words of a draw's numbers in memory
 UNSOUND: Any = object()  # in place of a program that must not be used
 
 
@@ -41,11 +41,11 @@ def encode(
     draw: Draw | None,
     residual: Tensor | None,
 ) -> None:
-    """Each segment into its wire; see `segment_reference.encode`."""
+    """Encode each segment into its wire; see `segment_reference.encode`."""
     kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
     ready = segments.known.get(("encode", p, kind))
     if ready is None:
-        sound = segment_trials.encoding_holds(
+        sound = segment_selftest.encoding_holds(
             p, kind, step_of(segments, vector=True, held=kind[2] is not None)
         )
         ready = encoder(p, kind, segments) if sound else UNSOUND
@@ -57,13 +57,13 @@ def encode(
 
 
 def encoder(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
-    """`kind`: dtype and alignment of x, alignment of the residual or None, device."""
+    """Prepare encoding; `kind`: dtype and alignment of x, alignment of the residual or None, device."""
     dtype, _, held, _ = kind
     rule = FILLED if block_cuda._needs_scales(p) else p.rule
     codec, layout = _constants(p, rule, dtype.itemsize)
     step = step_of(segments, vector=True, held=held is not None)
     shape = {"STEP": step, "RESIDUAL": 0 if held is None else 2, "C": codec, "L": layout}
-    return make(segments, segment_programs.encode_kernel, shape, kind, partial(_lookup, p.element))
+    return make(segments, segment_triton.encode_kernel, shape, kind, partial(_lookup, p.element))
 
 
 def run_encode(
@@ -75,7 +75,7 @@ def run_encode(
     draw: Draw | None,
     residual: Tensor | None,
 ) -> None:
-    """One launch; blocks beyond a tile have their scales put into the wire before."""
+    """Encode in one launch; scales of blocks larger than a tile are written to the wire first."""
     if block_cuda._needs_scales(p):
         _fill(p, x, wire, segments, residual)
     held = x if residual is None else residual
@@ -85,11 +85,11 @@ def run_encode(
 def decode(
     p: BlockParams, wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
 ) -> None:
-    """Weighted sums of wires; see `segment_reference.decode`."""
+    """Write the weighted sums of wires to `out`; see `segment_reference.decode`."""
     kind = (out.dtype, _aligned(out), count, out.device)
     ready = segments.known.get(("decode", p, kind))
     if ready is None:
-        sound = segment_trials.decoding_holds(p, kind, step_of(segments, vector=True))
+        sound = segment_selftest.decoding_holds(p, kind, step_of(segments, vector=True))
         ready = segments.known["decode", p, kind] = decoder(p, kind, segments) if sound else UNSOUND
     if ready is UNSOUND:
         segment_reference.decode(p, wires, out, segments, weight, count, stride)
@@ -98,16 +98,16 @@ def decode(
 
 
 def decoder(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
-    """`kind`: dtype and alignment of the result, the number of wires, device."""
+    """Prepare decoding; `kind`: dtype and alignment of the result, the number of wires, device."""
     codec, layout = _constants(p, FILLED, 0)
     step = step_of(segments, vector=True)
     shape = {"STEP": step, "COUNT": _unrolled(p, kind[2]), "C": codec, "L": layout}
     values = lambda like: _lookup(p.element, like)[-1:]  # noqa: E731
-    return make(segments, segment_programs.decode_kernel, shape, kind, values)
+    return make(segments, segment_triton.decode_kernel, shape, kind, values)
 
 
 def run_decode(ready: Ready, wires: Tensor, out: Tensor, weight: float, count: int, stride: int) -> None:
-    """One launch, also for one bit."""
+    """Decode in one launch, also for one bit per element."""
     ready.launch(*_base(wires, ready.compiled), out, *ready.tables, stride >> 2, count, weight)
 
 
@@ -122,12 +122,14 @@ def reduce(  # noqa: PLR0913
     draw: Draw | None,
     residual: Tensor | None,
 ) -> None:
-    """Those sums into wires; see `segment_reference.reduce`."""
+    """Encode the weighted sums of wires into `out`; see `segment_reference.reduce`."""
     kind = (_aligned(residual), count, out.device)
     ready = segments.known.get(("reduce", p, kind))
     if ready is None:
         fits = not block_cuda._needs_scales(p)
-        sound = fits and segment_trials.reduction_holds(p, kind, step_of(segments, held=residual is not None))
+        sound = fits and segment_selftest.reduction_holds(
+            p, kind, step_of(segments, held=residual is not None)
+        )
         ready = segments.known["reduce", p, kind] = reducer(p, kind, segments) if sound else UNSOUND
     if ready is UNSOUND:
         total = torch.empty(segments.numel, device=out.device)
@@ -140,25 +142,25 @@ def reduce(  # noqa: PLR0913
 
 
 def reducer(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
-    """`kind`: alignment of the residual or None, the number of wires, device."""
+    """Prepare a reduction; `kind`: alignment of the residual or None, the number of wires, device."""
     held, count, _ = kind
     codec, layout = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
     step, feedback = step_of(segments, held=held is not None), 0 if held is None else 2
     shape = {"STEP": step, "RESIDUAL": feedback, "COUNT": _unrolled(p, count), "C": codec, "L": layout}
-    return make(segments, segment_programs.reduce_kernel, shape, kind, partial(_lookup, p.element))
+    return make(segments, segment_triton.reduce_kernel, shape, kind, partial(_lookup, p.element))
 
 
 def run_reduce(
     ready: Ready, wires: Tensor, out: Tensor, residual: Tensor | None, numbers: tuple[Any, ...]
 ) -> None:
-    """One launch, also for one bit."""
+    """Reduce in one launch, also for one bit per element."""
     held = out if residual is None else residual
-    there = (*_base(wires, ready.compiled), *_base(out, ready.compiled), held)
-    ready.launch(*there, *ready.tables, *numbers)
+    tensors = (*_base(wires, ready.compiled), *_base(out, ready.compiled), held)
+    ready.launch(*tensors, *ready.tables, *numbers)
 
 
 def _unrolled(p: BlockParams | None, count: int) -> int:
-    """Wires that are read without a loop; 0: with one. Tables take registers."""
+    """Return how many wires are read without a loop; 0: in a loop. Tables take registers."""
     tables = p is not None and isinstance(p.element, StepsParams)
     return count if count <= UNROLLED and not tables else 0
 
@@ -169,12 +171,12 @@ def _unrolled(p: BlockParams | None, count: int) -> int:
 def onebit_encode(
     x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None
 ) -> None:
-    """As `encode`; the threshold "mean", and blocks beyond a tile, go through the reference."""
+    """As `encode`; the reference handles the threshold "mean" and blocks larger than a tile."""
     kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
     ready = segments.known.get(("signs", threshold, kind))
     if ready is None:
         step = step_of(segments, vector=True, held=residual is not None)
-        sound = _in_tiles(segments, threshold) and segment_trials.signs_hold(_plan(segments), kind, step)
+        sound = _in_tiles(segments, threshold) and segment_selftest.signs_hold(_plan(segments), kind, step)
         ready = signer(kind, segments) if sound else UNSOUND
         segments.known["signs", threshold, kind] = ready
     if ready is UNSOUND:
@@ -184,15 +186,15 @@ def onebit_encode(
 
 
 def signer(kind: tuple[Any, ...], segments: Segments) -> Ready:
-    """As `encoder`."""
+    """As `encoder`, with one bit per element."""
     plan, held = _plan(segments), kind[2] is not None
     step = step_of(segments, vector=True, held=held)
     shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": 2 if held else 0, "L": _signs(plan)}
-    return make(segments, segment_programs.onebit_encode_kernel, shape, kind)
+    return make(segments, segment_triton.onebit_encode_kernel, shape, kind)
 
 
 def run_signs(ready: Ready, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
-    """One launch."""
+    """Encode in one launch."""
     held = x if residual is None else residual
     ready.launch(x, held, *_base(wire, ready.compiled), *ready.tables)
 
@@ -200,11 +202,11 @@ def run_signs(ready: Ready, x: Tensor, wire: Tensor, residual: Tensor | None) ->
 def onebit_decode(
     wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
 ) -> None:
-    """As `decode`."""
+    """As `decode`, with one bit per element."""
     kind = (out.dtype, _aligned(out), count, out.device)
     ready = segments.known.get(("unsigned", kind))
     if ready is None:
-        sound = segment_trials.unsigned_hold(_plan(segments), kind, step_of(segments, vector=True))
+        sound = segment_selftest.unsigned_hold(_plan(segments), kind, step_of(segments, vector=True))
         ready = segments.known["unsigned", kind] = unsigner(kind, segments) if sound else UNSOUND
     if ready is UNSOUND:
         segment_reference.onebit_decode(wires, out, segments, weight, count, stride)
@@ -213,11 +215,11 @@ def onebit_decode(
 
 
 def unsigner(kind: tuple[Any, ...], segments: Segments) -> Ready:
-    """As `decoder`."""
+    """As `decoder`, with one bit per element."""
     plan, step = _plan(segments), step_of(segments, vector=True)
     layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0, 1)
     shape = {"STEP": step, "SCALED": plan.low_at < 0, "COUNT": _unrolled(None, kind[2]), "BLOCK": plan.block}
-    return make(segments, segment_programs.onebit_decode_kernel, {**shape, "L": layout}, kind)
+    return make(segments, segment_triton.onebit_decode_kernel, {**shape, "L": layout}, kind)
 
 
 def onebit_reduce(
@@ -230,12 +232,12 @@ def onebit_reduce(
     stride: int,
     residual: Tensor | None,
 ) -> None:
-    """As `reduce`."""
+    """As `reduce`, with one bit per element."""
     kind = (_aligned(residual), count, out.device)
     ready = segments.known.get(("resigned", threshold, kind))
     if ready is None:
         step = step_of(segments, held=residual is not None)
-        sound = _in_tiles(segments, threshold) and segment_trials.signs_reduce(_plan(segments), kind, step)
+        sound = _in_tiles(segments, threshold) and segment_selftest.signs_reduce(_plan(segments), kind, step)
         ready = resigner(kind, segments) if sound else UNSOUND
         segments.known["resigned", threshold, kind] = ready
     if ready is UNSOUND:
@@ -249,25 +251,25 @@ def onebit_reduce(
 
 
 def resigner(kind: tuple[Any, ...], segments: Segments) -> Ready:
-    """As `reducer`."""
+    """As `reducer`, with one bit per element."""
     plan, held = _plan(segments), kind[0] is not None
     step, feedback = step_of(segments, held=held), 2 if held else 0
     shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": feedback, "COUNT": _unrolled(None, kind[1])}
-    return make(segments, segment_programs.onebit_reduce_kernel, {**shape, "L": _signs(plan)}, kind)
+    return make(segments, segment_triton.onebit_reduce_kernel, {**shape, "L": _signs(plan)}, kind)
 
 
 def _in_tiles(segments: Segments, threshold: str) -> bool:
     return threshold != "mean" and _plan(segments).block <= LARGEST_TILE
 
 
-def _signs(plan: SignPlan) -> tuple[int, ...]:
+def _signs(plan: SignLayout) -> tuple[int, ...]:
     return (8, 8, 1, max(TILE, plan.block), plan.block, 1)
 
 
-def _plan(segments: Segments) -> SignPlan:
-    """Any segment's: their blocks, and what is in their wires, are alike."""
+def _plan(segments: Segments) -> SignLayout:
+    """Return the first segment's layout; all have the same block, and wires with the same sections."""
     plan = segments.plans[0]
-    assert isinstance(plan, SignPlan)
+    assert isinstance(plan, SignLayout)
     return plan
 
 
@@ -275,24 +277,24 @@ def _plan(segments: Segments) -> SignPlan:
 
 
 def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor:
-    """The pattern of each segment's largest |x (+ residual)|; NaN is the largest of all."""
-    found = torch.zeros(len(segments.plans), dtype=torch.int32, device=x.device)
+    """Return the pattern of each segment's largest |x (+ residual)|; NaN is largest."""
+    patterns = torch.zeros(len(segments.plans), dtype=torch.int32, device=x.device)
     kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
     ready = segments.known.get(("magnitudes", kind))
     if ready is None:
         step = step_of(segments, vector=True, held=residual is not None)
         shape = {"STEP": step, "RESIDUAL": residual is not None, "L": (1, 32, 1, LARGEST_TILE, 0, 1)}
-        ready = make(segments, segment_programs.magnitudes_kernel, shape, kind)
+        ready = make(segments, segment_triton.magnitudes_kernel, shape, kind)
         segments.known["magnitudes", kind] = ready
-    ready.launch(x, x if residual is None else residual, found, *ready.tables)
-    return found
+    ready.launch(x, x if residual is None else residual, patterns, *ready.tables)
+    return patterns
 
 
 def _fill(p: BlockParams, x: Tensor, wire: Tensor, segments: Segments, residual: Tensor | None) -> None:
-    """Scales of large blocks into the wires, segment by segment."""
+    """Write scales of large blocks to the wires, segment by segment."""
     for i, plan in enumerate(segments.plans):
         if plan.numel:
-            assert isinstance(plan, WirePlan)
+            assert isinstance(plan, WireLayout)
             row = segment_reference.row_of(x, segments.starts[i], plan.numel)
             held = segment_reference.held_of(residual, segments, i)
             u = row.float() if held is None else row.float() + held
@@ -307,7 +309,7 @@ def _aligned(x: Tensor | None) -> bool | None:
 
 
 def _drawn(draw: Draw | None, like: Tensor) -> Tensor:
-    """Where a draw's numbers lie; a program that rounds to nearest reads nothing there."""
+    """Return a draw's numbers in memory; a program that rounds to nearest does not read them."""
     if draw is None:
         return like
     if draw.words is not None:
@@ -318,9 +320,9 @@ def _drawn(draw: Draw | None, like: Tensor) -> Tensor:
 
 
 def put_draw(draw: Draw, words: Tensor) -> None:
-    """A draw's numbers into memory, in the order of the current stream."""
+    """Write a draw's numbers to memory, in current-stream order."""
     numbers = (draw.seed & MASK32, draw.seed >> 32, draw.step & MASK32, draw.step >> 32, draw.rank)
     signed = (number - (number >> 31 << 32) for number in numbers)
     shape = {"L": (1, WORDS, 1, WORDS, 0, 1)}
-    program = block_cuda.program(segment_programs.draw_kernel, shape, (words.device,))
+    program = block_cuda.program(segment_triton.draw_kernel, shape, (words.device,))
     program.launch((1, 1, 1), (words, *signed), words.device)

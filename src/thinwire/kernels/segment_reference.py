@@ -1,15 +1,23 @@
-"""Segments one by one, each a row of the reference: what one launch for all of them must return."""
+"""Segments one by one, each as a row of the reference: they define what one launch for all returns."""
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels import block_reference, onebit_reference, reference
-from thinwire.kernels.params import STOCHASTIC, BlockParams, Draw, Segments, SignPlan, WirePlan
-from thinwire.kernels.reference import MASK32, Key
+from thinwire.kernels.params import (
+    CANONICAL_NAN,
+    STOCHASTIC,
+    BlockParams,
+    Draw,
+    Segments,
+    SignLayout,
+    WireLayout,
+)
+from thinwire.kernels.reference import INFINITY, MASK32, Key
 
 
 def key(draw: Draw, tensor: int) -> Key:
-    """The generator's key for one tensor, as `thinwire.rounding.Stream.key` gives it."""
+    """Return the generator's key for one tensor, as `thinwire.rounding.Stream.key` does."""
     return reference.philox(draw.step, (draw.seed & MASK32, draw.seed >> 32, tensor, draw.rank))
 
 
@@ -21,17 +29,17 @@ def encode(
     draw: Draw | None,
     residual: Tensor | None,
 ) -> None:
-    """Each segment of x (and of the residual) into its wire, as `block_reference.encode` does a row.
+    """Encode each segment of x (and of the residual) into its wire, as a row of `block_reference.encode`.
 
-    What is not finite in the new residual becomes zero.
+    A new residual that is not finite becomes zero.
     """
     for i, plan in enumerate(segments.plans):
-        there = wire_of(wire, segments, i)
+        target = wire_of(wire, segments, i)
         if not plan.numel:
-            empty(there, plan)
+            empty(target, plan)
             continue
         held = held_of(residual, segments, i)
-        _encode(p, row_of(x, segments.starts[i], plan.numel), there, segments, i, draw, held)
+        _encode(p, row_of(x, segments.starts[i], plan.numel), target, segments, i, draw, held)
 
 
 def _encode(
@@ -44,7 +52,7 @@ def _encode(
     held: Tensor | None,
 ) -> None:
     plan = segments.plans[i]
-    assert isinstance(plan, WirePlan)
+    assert isinstance(plan, WireLayout)
     words = None
     if p.mode == STOCHASTIC:
         assert draw is not None
@@ -57,7 +65,10 @@ def _encode(
 def decode(
     p: BlockParams, wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
 ) -> None:
-    """Each segment's weighted sum of `count` wires, `stride` bytes apart, in order; NaN for another tag."""
+    """Write each segment's weighted sum of `count` wires, `stride` bytes apart, in order.
+
+    It is NaN if a wire has another tag.
+    """
     for i, plan in enumerate(segments.plans):
         if plan.numel:
             row_of(out, segments.starts[i], plan.numel).copy_(
@@ -71,7 +82,7 @@ def _sum(
     plan, total = segments.plans[i], None
     for k in range(count):
         wire = wire_of(wires, segments, i, k * stride)
-        if isinstance(plan, SignPlan):
+        if isinstance(plan, SignLayout):
             values = onebit_reference.decode(wire, plan, weight)
         else:
             assert p is not None
@@ -93,33 +104,36 @@ def reduce(  # noqa: PLR0913
     draw: Draw | None,
     residual: Tensor | None,
 ) -> None:
-    """Those sums encoded into `out`. Without a residual they start from zero, which is never negative."""
+    """Encode the weighted sums (see `decode`) into `out`.
+
+    Without a residual they start from zero, so they are never -0.
+    """
     for i, plan in enumerate(segments.plans):
-        there = wire_of(out, segments, i)
+        target = wire_of(out, segments, i)
         if not plan.numel:
-            empty(there, plan)
+            empty(target, plan)
             continue
         total = _sum(p, wires, segments, i, weight, count, stride)
         held = held_of(residual, segments, i)
-        _encode(p, total + 0.0 if held is None else total, there, segments, i, draw, held)
+        _encode(p, total + 0.0 if held is None else total, target, segments, i, draw, held)
 
 
 def onebit_encode(
     x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None
 ) -> None:
-    """As `encode`, one bit to an element."""
+    """As `encode`, with one bit per element."""
     for i, plan in enumerate(segments.plans):
-        assert isinstance(plan, SignPlan)
-        there = wire_of(wire, segments, i)
+        assert isinstance(plan, SignLayout)
+        target = wire_of(wire, segments, i)
         if not plan.numel:
-            empty(there, plan)
+            empty(target, plan)
             continue
         held = held_of(residual, segments, i)
         row = row_of(x, segments.starts[i], plan.numel)
-        _onebit(row, there, plan, threshold, held)
+        _onebit(row, target, plan, threshold, held)
 
 
-def _onebit(row: Tensor, wire: Tensor, plan: SignPlan, threshold: str, held: Tensor | None) -> None:
+def _onebit(row: Tensor, wire: Tensor, plan: SignLayout, threshold: str, held: Tensor | None) -> None:
     onebit_reference.encode(row, wire, plan, threshold, held)
     if held is not None:
         torch.nan_to_num_(held, 0.0, 0.0, 0.0)
@@ -128,7 +142,7 @@ def _onebit(row: Tensor, wire: Tensor, plan: SignPlan, threshold: str, held: Ten
 def onebit_decode(
     wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
 ) -> None:
-    """As `decode`."""
+    """As `decode`, with one bit per element."""
     for i, plan in enumerate(segments.plans):
         if plan.numel:
             row_of(out, segments.starts[i], plan.numel).copy_(
@@ -146,28 +160,31 @@ def onebit_reduce(
     stride: int,
     residual: Tensor | None,
 ) -> None:
-    """As `reduce`."""
+    """As `reduce`, with one bit per element."""
     for i, plan in enumerate(segments.plans):
-        assert isinstance(plan, SignPlan)
-        there = wire_of(out, segments, i)
+        assert isinstance(plan, SignLayout)
+        target = wire_of(out, segments, i)
         if not plan.numel:
-            empty(there, plan)
+            empty(target, plan)
             continue
         total = _sum(None, wires, segments, i, weight, count, stride)
         held = held_of(residual, segments, i)
-        _onebit(total + 0.0 if held is None else total, there, plan, threshold, held)
+        _onebit(total + 0.0 if held is None else total, target, plan, threshold, held)
 
 
 def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor:
-    """The pattern of each segment's largest |x (+ residual)|, int32; NaN is the largest, 0 if it is empty."""
-    found = torch.zeros(len(segments.plans), dtype=torch.int32, device=x.device)
+    """Return the int32 pattern of each segment's largest |x (+ residual)|; NaN is largest, 0 if empty.
+
+    All NaN have one pattern, because devices produce different patterns when they add to NaN.
+    """
+    patterns = torch.zeros(len(segments.plans), dtype=torch.int32, device=x.device)
     for i, plan in enumerate(segments.plans):
         row = row_of(x, segments.starts[i], plan.numel)
         held = held_of(residual, segments, i)
         if plan.numel:
             u = row.float() if held is None else row.float() + held
-            found[i] = (u.view(torch.int32) & 0x7FFFFFFF).amax()
-    return found
+            patterns[i] = (u.view(torch.int32) & 0x7FFFFFFF).amax()
+    return patterns.masked_fill_(patterns > INFINITY, CANONICAL_NAN)
 
 
 def row_of(x: Tensor, at: int, numel: int) -> Tensor:
@@ -183,7 +200,7 @@ def wire_of(wires: Tensor, segments: Segments, i: int, at: int = 0) -> Tensor:
     return wires[at : at + nbytes].view(1, nbytes)
 
 
-def empty(wire: Tensor, plan: WirePlan | SignPlan) -> None:
-    """The tag alone: there is nothing to encode."""
+def empty(wire: Tensor, plan: WireLayout | SignLayout) -> None:
+    """Write the tag of a segment without elements."""
     if plan.nbytes >= 4:
         wire[:, -4:].view(torch.int32)[:] = (plan.tag + (1 << 31)) % (1 << 32) - (1 << 31)

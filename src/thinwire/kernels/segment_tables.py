@@ -1,4 +1,4 @@
-"""What a launch for segments needs beside the tensors: tables on the device, a grid, a program."""
+"""What a launch for segments needs besides the tensors: tables on the device, a grid, a program."""
 
 import math
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from thinwire.kernels import block_cuda
 from thinwire.kernels.block_cuda import Program
-from thinwire.kernels.params import Segments, SignPlan
+from thinwire.kernels.params import Segments, SignLayout
 
 STEPS = (16, 8, 4)
 
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A program, and what it needs to know of some segments."""
+    """A program, with a grid and tables for some segments."""
 
     program: Program
     grid: tuple[int, int, int]
@@ -32,7 +32,7 @@ class Ready:
 
     @cached_property
     def _addresses(self) -> tuple[int, ...]:
-        return tuple(each.data_ptr() for each in self.tensors)
+        return tuple(tensor.data_ptr() for tensor in self.tensors)
 
     @property
     def tables(self) -> tuple[Any, ...]:
@@ -44,13 +44,13 @@ class Ready:
 
 
 def step_of(segments: Segments, *, vector: bool = False, held: bool = False) -> int:
-    """What divides where segments begin in the vector, in the residuals or in both."""
-    found = segments.known.get((vector, held))
-    if found is None:
+    """Return the largest of STEPS, or 1, that divides all starts in the vector, the residuals or both."""
+    largest = segments.known.get((vector, held))
+    if largest is None:
         divisor = math.gcd(*(segments.starts if vector else ()), *(segments.held if held else ()))
-        found = next((step for step in STEPS if divisor % step == 0), 1)
-        segments.known[vector, held] = found
-    return found
+        largest = next((step for step in STEPS if divisor % step == 0), 1)
+        segments.known[vector, held] = largest
+    return largest
 
 
 def make(
@@ -60,9 +60,9 @@ def make(
     kind: tuple[Any, ...],
     lookup: Callable[[Tensor], tuple[Tensor, ...]] = lambda _: (),
 ) -> Ready:
-    """All but the tensors of a launch; `kind` is what the compiler knows of those, and last the device.
+    """Prepare a launch without its tensors; `kind` is what the compiler knows of them, then the device.
 
-    `lookup` gives the format's tables, or any tensor in place of those that it has not.
+    `lookup` returns the format's tables, with any tensor in place of a missing one.
     """
     tile, step, device = shape["L"][3], shape["STEP"], kind[-1]
     table = _kept(segments, ("table", step, device), lambda: _table(segments, step))
@@ -72,18 +72,18 @@ def make(
 
 
 def _kept(segments: Segments, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-    found = segments.known.get(key)
-    if found is None:
-        found = segments.known[key] = make().to(key[-1])
-    return found
+    table = segments.known.get(key)
+    if table is None:
+        table = segments.known[key] = make().to(key[-1])
+    return table
 
 
 def _table(segments: Segments, step: int) -> Tensor:
-    """A line for each segment; see `segment_programs`."""
+    """Return a table with a line for each segment; see `segment_triton`."""
     lines = []
     for i, plan in enumerate(segments.plans):
         inside = (
-            (plan.low_at, plan.high_at) if isinstance(plan, SignPlan) else (plan.scales_at, plan.extra_at)
+            (plan.low_at, plan.high_at) if isinstance(plan, SignLayout) else (plan.scales_at, plan.extra_at)
         )
         places = [segments.wires[i], *inside, plan.nbytes - 4]
         wire, scales, extra, tag_at = (place // 4 for place in places)
@@ -94,7 +94,7 @@ def _table(segments: Segments, step: int) -> Tensor:
 
 
 def _tiles(segments: Segments, tile: int) -> Tensor:
-    """Each program's segment and tile; segments without elements have a tile for their tag."""
+    """Return each program's segment and tile; segments without elements have a tile for their tag."""
     numels = np.array([plan.numel for plan in segments.plans], np.int64)
     tagged = np.array([plan.nbytes >= 4 for plan in segments.plans], np.int64)
     counts = np.maximum(-(-numels // tile), tagged)

@@ -1,12 +1,12 @@
-"""Which elements of a row are sent: the k largest, about the k largest, or those that reach a threshold.
+"""Select elements of a row to send: the k largest, about the k largest, or those that reach a threshold.
 
-Everything here answers with places in ascending order. A choice is written as a bracket of two magnitude
-patterns: everything above `over` is taken, and from the band `lower`..`over` the first few, until there
-are k. The functions named `..._reference` are plain torch, define the result, and never wait for the device.
-On a GPU `select_cuda` does the same, faster, and on a CPU `select_loops`:
+A place is an element's index in its row; places are returned in ascending order. A bracket of two magnitude
+patterns describes a choice: all elements above `over`, then the first elements of the band `lower`..`over`,
+until there are k. The functions named `..._reference` are plain torch, define the result, and never wait for
+the device. `select_cuda` on a GPU and `select_numba` on a CPU are faster:
 
-1. a sample of the row tells a magnitude that somewhat more than k elements reach;
-2. one pass gathers those that do (should they be too few or too many, all of the row is used instead);
+1. a sample of the row gives a magnitude that somewhat more than k elements reach;
+2. one pass gathers these elements (if they are too few or too many, the whole row is used instead);
 3. histograms over the bits of a pattern find the k-th largest of them exactly.
 """
 
@@ -23,18 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import block_reference, cpu, reference, select_loops
+from thinwire.kernels import block_reference, cpu, reference, select_numba
 from thinwire.kernels.params import Array
 from thinwire.kernels.reference import INFINITY
 
 MAGNITUDE = 0x7FFFFFFF
-SUM_BITS = 24  # magnitudes are summed as integers of so many bits: no order of summation changes the result
-WORTH_SAMPLING = 1 << 16  # elements; shorter rows are searched as they are
-COUNTABLE = (1 << 31) - (1 << 16)  # elements of a row, more than which a GPU's programs cannot count
+SUM_BITS = 24  # of the integers in which magnitudes are summed, so that no order changes the result
+WORTH_SAMPLING = 1 << 16  # elements; shorter rows are searched without sampling
+COUNTABLE = (1 << 31) - (1 << 16)  # elements; a GPU's programs cannot count longer rows
 
 
 def gpu(device: torch.device, numel: int) -> ModuleType | None:
-    """The module for rows of so many elements on a GPU; None on a CPU, and where there is no Triton."""
+    """Return the GPU module for rows of `numel` elements; None on a CPU, without Triton, or if too long."""
     return _programs() if device.type != "cpu" and numel < COUNTABLE else None
 
 
@@ -47,7 +47,7 @@ def _programs() -> ModuleType | None:
 
 
 def largest(u: Tensor, k: int) -> Tensor:
-    """The k largest magnitudes of each row [rows, n]; of equals the first. Places [rows, k], int64."""
+    """Return int64 places [rows, k] of the k largest magnitudes of rows [rows, n]; of equals the first."""
     if programs := gpu(u.device, u.shape[1]):
         return programs.largest(u, k)
     if u.device.type != "cpu":
@@ -56,7 +56,7 @@ def largest(u: Tensor, k: int) -> Tensor:
 
 
 def bisected(u: Tensor, k: int, rounds: int) -> Tensor:
-    """About the k largest of each row, by MSTopK's bisection; exactly k. Places [rows, k], int64."""
+    """Return int64 places [rows, k] of about the k largest, by MSTopK's bisection; exactly k."""
     if programs := gpu(u.device, u.shape[1]):
         return programs.bisected(u, k, rounds)
     if u.device.type != "cpu":
@@ -65,9 +65,9 @@ def bisected(u: Tensor, k: int, rounds: int) -> Tensor:
 
 
 def reaching(u: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor]:
-    """Magnitudes of at least `threshold`, or the `room` largest if there are more.
+    """Select magnitudes of at least `threshold`, or the `room` largest if there are more.
 
-    Places [rows, room], int64, zero behind the last; and how many there are in each row [rows].
+    Return places [rows, room], int64, zero after the last, and their number in each row [rows].
     """
     if programs := gpu(u.device, u.shape[1]):
         return programs.reaching(u, threshold, room)
@@ -77,7 +77,7 @@ def reaching(u: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor]:
 
 
 def finite(u: Tensor) -> Tensor:
-    """Whether all of a row is finite; bool [rows]."""
+    """Whether all elements of a row are finite; bool [rows]."""
     if u.device.type != "cpu":
         return (_magnitude(u) < INFINITY).all(-1)
     top = np.int32(INFINITY - 1)
@@ -86,58 +86,58 @@ def finite(u: Tensor) -> Tensor:
 
 
 def drawn(keys: Tensor, numel: int, k: int) -> Tensor:
-    """One place at random in each of k strata, by each row's key [rows, 4]. Places [rows, k], int64.
+    """Return a random place in each of k strata, by each row's key [rows, 4]: places [rows, k], int64.
 
     The words of a row are those of `reference.stream_words` for its key.
     """
     calls = reference.STREAM_BLOCK // 4
     blocks = -(-k // reference.STREAM_BLOCK)
     numbers = torch.arange(blocks * calls, device=keys.device).expand(keys.shape[0], -1)
-    key = tuple(each.unsqueeze(1) for each in keys.unbind(1))
+    key = tuple(word.unsqueeze(1) for word in keys.unbind(1))
     words = reference.philox(numbers, key)  # type: ignore[arg-type]
-    stacked = torch.stack([each.view(-1, blocks, calls) for each in words], 2).flatten(1)[:, :k]
+    stacked = torch.stack([word.view(-1, blocks, calls) for word in words], 2).flatten(1)[:, :k]
     start, length = strata(numel, k, keys.device)
     return start + (stacked * length >> 32)
 
 
 def strata(numel: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Start and length [k] of k consecutive parts that are as equal as can be; k is at most numel."""
+    """Return start and length [k] of k consecutive parts, as equal as possible; k is at most numel."""
     edges = torch.arange(k + 1, device=device) * numel // k
     return edges[:-1], edges[1:] - edges[:-1]
 
 
 @dataclass(frozen=True)
-class IndexPlan:
-    """Where things lie in the wire of one row that has places; offsets in bytes."""
+class IndexLayout:
+    """Layout of one row's wire with places; offsets in bytes."""
 
     numel: int
-    k: int  #: places
-    bits: int  #: of a place
+    k: int  #: number of places
+    bits: int  #: bits of a place
     nbytes: int
-    count_at: int  #: how many of the places are real; -1: all are
-    indices_at: int  #: -1: there are none
+    count_at: int  #: number of real places; -1: all are real
+    indices_at: int  #: -1: no places are stored
     values_at: int
-    plain: bool  #: values are float32 as they are
+    plain: bool  #: values are stored as float32
     tag: int  #: the last four bytes
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the elements of each row belong."""
+    """Places of the elements of each row."""
 
     at: Tensor  #: [rows, k], int64, ascending and inside the row
-    count: Tensor | None = None  #: [rows]: how many of the k are real; None: all
-    bad: Tensor | None = None  #: [rows], bool: places that are none
+    count: Tensor | None = None  #: [rows]: number of real places among the k; None: all
+    bad: Tensor | None = None  #: [rows], bool: the row's places are invalid
 
     @property
     def real(self) -> Tensor:
-        """Which of them count; bool [rows, k]."""
+        """Whether each place is real; bool [rows, k]."""
         assert self.count is not None
         return torch.arange(self.at.shape[1], device=self.at.device) < self.count.unsqueeze(1)
 
 
-def write(wire: Tensor, places: Places, plan: IndexPlan) -> None:
-    """Places, and how many of them are real, into wires."""
+def write(wire: Tensor, places: Places, plan: IndexLayout) -> None:
+    """Write places, and the number of real ones, to wires."""
     if places.count is not None:
         count = places.count.to(torch.int32).unsqueeze(1)
         wire[:, plan.count_at : plan.count_at + 4] = count.view(torch.uint8)
@@ -145,8 +145,8 @@ def write(wire: Tensor, places: Places, plan: IndexPlan) -> None:
     wire[:, plan.indices_at : plan.indices_at + packed.shape[1]] = packed
 
 
-def read(wire: Tensor, plan: IndexPlan) -> Places:
-    """The way back, with a mark for rows whose places are none; on a GPU they get places that are some."""
+def read(wire: Tensor, plan: IndexLayout) -> Places:
+    """Read places and mark rows with invalid ones; on a GPU these rows get valid places instead."""
     at = block_reference.unpack(wire[:, plan.indices_at :], plan.k, plan.bits)
     fine = at < plan.numel
     fine[:, 1:] &= at[:, 1:] > at[:, :-1]
@@ -166,7 +166,7 @@ def read(wire: Tensor, plan: IndexPlan) -> Places:
 
 
 def put(out: Tensor, places: Places, values: Tensor, *, add: bool) -> None:
-    """Values to their places. What is behind the last real one repeats it, which changes nothing."""
+    """Write values to their places, or add them. Places after the last real one repeat it, without effect."""
     at = places.at
     if places.count is not None:
         last = (places.count - 1).clamp(min=0).unsqueeze(1)
@@ -191,8 +191,8 @@ def largest_reference(u: Tensor, k: int) -> Tensor:
 def bisected_reference(u: Tensor, k: int, rounds: int) -> Tensor:
     """Bisection as in the paper, except that no round counts anything.
 
-    More than k magnitudes reach a threshold if and only if the (k+1)-th largest does. What is not finite
-    reaches every threshold, and counts for neither the mean nor the maximum.
+    More than k magnitudes reach a threshold if and only if the (k+1)-th largest does. An element that is
+    not finite reaches every threshold, and counts for neither the mean nor the maximum.
     """
     magnitude = _magnitude(u)
     top, mean = _top_and_mean(magnitude)
@@ -226,12 +226,12 @@ def _magnitude(u: Tensor) -> Tensor:
 
 
 def _kth_reference(magnitude: Tensor, k: int) -> Tensor:
-    """The k-th largest pattern of each row [rows, 1]."""
+    """Return the k-th largest pattern of each row [rows, 1]."""
     return magnitude.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
 
 
 def _take_reference(magnitude: Tensor, over: Tensor, lower: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Places [rows, k] of what a bracket chooses, zero behind the last, and their number [rows]."""
+    """Return places [rows, k] that a bracket chooses, zero after the last, and their number [rows]."""
     above = magnitude > over
     band = (magnitude >= lower) & (magnitude <= over)
     left = k - above.sum(-1, keepdim=True)
@@ -241,7 +241,7 @@ def _take_reference(magnitude: Tensor, over: Tensor, lower: Tensor, k: int) -> t
 
 
 def _top_and_mean(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the finite magnitudes of each row [rows, 1]: the largest's pattern, and the mean over the row."""
+    """Return, [rows, 1], the largest finite magnitude's pattern and the finite ones' mean over the row."""
     finite = torch.where(magnitude < INFINITY, magnitude, 0)
     top = finite.amax(-1, keepdim=True)
     one, other = _powers(top)
@@ -251,7 +251,7 @@ def _top_and_mean(magnitude: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _powers(top: Tensor) -> tuple[Tensor, Tensor]:
-    """Two powers of two; their product brings magnitudes up to `top` under 2**SUM_BITS."""
+    """Return two powers of two whose product scales magnitudes up to `top` below 2**SUM_BITS."""
     exponent = (top >> 23).clamp(1, 254) - 126
     half = (SUM_BITS - exponent) // 2
     return block_reference._exp2(half), block_reference._exp2(SUM_BITS - exponent - half)
@@ -268,21 +268,21 @@ def _rows(u: Tensor, k: int, choose: Callable[[Array, Array], int]) -> tuple[Ten
 
 
 def _largest_row(row: Array, k: int, chosen: Array) -> int:
-    found = _narrow(row, k)
-    edge = select_loops.kth_largest(found.patterns, k)
-    return _take(found, edge, edge, chosen)
+    candidates = _narrow(row, k)
+    edge = select_numba.kth_largest(candidates.patterns, k)
+    return _take(candidates, edge, edge, chosen)
 
 
 def _bisected_row(row: Array, k: int, rounds: int, chosen: Array) -> int:
-    found = _narrow(row, k + 1)
-    rank = select_loops.kth_largest(found.patterns, k + 1) if k < row.size else np.int32(-1)
-    top = np.int32(max(_by_part(row.size, lambda s: select_loops.largest_finite(row[s]))))
-    one, other = (np.float32(each.item()) for each in _powers(torch.tensor(top)))
-    total = sum(_by_part(row.size, lambda s: select_loops.whole_sum(row[s], one, other)))
+    candidates = _narrow(row, k + 1)
+    rank = select_numba.kth_largest(candidates.patterns, k + 1) if k < row.size else np.int32(-1)
+    top = np.int32(max(_by_part(row.size, lambda s: select_numba.largest_finite(row[s]))))
+    one, other = (np.float32(power.item()) for power in _powers(torch.tensor(top)))
+    total = sum(_by_part(row.size, lambda s: select_numba.whole_sum(row[s], one, other)))
     mean = np.float32(total) / np.float32(row.size) * (np.float32(1) / one) * (np.float32(1) / other)
     mean = min(np.float32(mean), top.view(np.float32))
-    over, lower = select_loops.bisect(rank, mean, top.view(np.float32), rounds)
-    whole = _Found(row) if lower < found.edge else found
+    over, lower = select_numba.bisect(rank, mean, top.view(np.float32), rounds)
+    whole = _Found(row) if lower < candidates.edge else candidates
     return _take(whole, np.int32(over), np.int32(lower), chosen)
 
 
@@ -290,12 +290,12 @@ def _reaching_row(row: Array, threshold: float, chosen: Array) -> int:
     reach = np.int32(_pattern(threshold))
     if sum(_by_part(row.size, partial(_count_above, row, np.int32(reach - 1)))) > chosen.size:
         return _largest_row(row, chosen.size, chosen)
-    return int(select_loops.take(row, np.int32(reach - 1), np.int32(MAGNITUDE), 0, chosen))
+    return int(select_numba.take(row, np.int32(reach - 1), np.int32(MAGNITUDE), 0, chosen))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Every element of a row from `edge` on: patterns, and their places unless it is the whole row."""
+    """All elements of a row from pattern `edge` on; `places` is None if that is the whole row."""
 
     patterns: Array
     places: Array | None = None
@@ -303,44 +303,44 @@ class _Found:
 
 
 def _narrow(row: Array, k: int) -> _Found:
-    """The elements among which the k largest are; the whole row where there is nothing to gain."""
+    """Return elements that include the k largest; the whole row if sampling does not pay off."""
     if row.size < WORTH_SAMPLING or 8 * k > row.size:
         return _Found(row)
-    held = np.empty(row.size // (select_loops.SPAN * select_loops.SAMPLED) * select_loops.SPAN, np.int32)
-    select_loops.sample(row, held)
-    expected = k / select_loops.SAMPLED
-    rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 8), held.size)
-    edge = np.int32(select_loops.kth_largest(held, rank))
-    parts = _by_part(row.size, partial(_gather, row, edge, 2 * select_loops.SAMPLED * rank))
+    sampled = np.empty(row.size // (select_numba.SPAN * select_numba.SAMPLED) * select_numba.SPAN, np.int32)
+    select_numba.sample(row, sampled)
+    expected = k / select_numba.SAMPLED
+    rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 8), sampled.size)
+    edge = np.int32(select_numba.kth_largest(sampled, rank))
+    parts = _by_part(row.size, partial(_gather, row, edge, 2 * select_numba.SAMPLED * rank))
     if any(part is None for part in parts):
         return _Found(row)
-    patterns, places = (np.concatenate(each) for each in zip(*parts, strict=True))
+    patterns, places = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return _Found(patterns, places, int(edge)) if patterns.size >= k else _Found(row)
 
 
 def _gather(row: Array, edge: np.int32, room: int, part: slice) -> tuple[Array, Array] | None:
     places, patterns = np.empty(room, np.int64), np.empty(room, np.int32)
-    count = select_loops.gather(row[part], edge, part.start, places, patterns)
+    count = select_numba.gather(row[part], edge, part.start, places, patterns)
     return None if count < 0 else (patterns[:count], places[:count])
 
 
 def _take(found: _Found, over: np.int32, lower: np.int32, chosen: Array) -> int:
     left = chosen.size - sum(_by_part(found.patterns.size, partial(_count_above, found.patterns, over)))
-    count = int(select_loops.take(found.patterns, over, lower, left, chosen))
+    count = int(select_numba.take(found.patterns, over, lower, left, chosen))
     if found.places is not None:
         chosen[:] = found.places[chosen]
     return count
 
 
 def _count_above(patterns: Array, over: np.int32, part: slice) -> int:
-    return int(select_loops.count_above(patterns[part], over))
+    return int(select_numba.count_above(patterns[part], over))
 
 
 def _by_part(numel: int, loop: Callable[[slice], Any]) -> list[Any]:
-    """What a loop returns for consecutive parts of a row, which threads work on at the same time."""
-    found: dict[int, Any] = {}
-    cpu._spread(numel, lambda part, start: found.__setitem__(start, loop(part)))
-    return [found[start] for start in sorted(found)]
+    """Return a loop's results for consecutive parts of a row, which run on several threads."""
+    results: dict[int, Any] = {}
+    cpu._spread(numel, lambda part, start: results.__setitem__(start, loop(part)))
+    return [results[start] for start in sorted(results)]
 
 
 def _pattern(value: float) -> int:

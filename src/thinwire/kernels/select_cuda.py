@@ -1,9 +1,9 @@
-"""Selection on a CUDA GPU, and the wire of what is chosen: as `select`'s reference functions have it.
+"""Selection on a CUDA GPU, and wires of selected elements; results equal `select`'s reference functions.
 
-The host never waits for the device, and what is allocated does not depend on data.
+The host never waits for the device, and allocations do not depend on data.
 
-Rows up to SHORT elements take one launch. Longer ones take eight and are read once; bisection needs their
-largest magnitude first, which is one more of each. See `select_programs`.
+Rows of up to SHORT elements take one launch. Longer rows take eight launches and are read once. Bisection
+needs their largest magnitude first: one more launch, one more reading. See `select_triton`.
 """
 
 import math
@@ -14,22 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import select_long_programs as programs
-from thinwire.kernels import select_programs as short_programs
-from thinwire.kernels import select_wire_programs as wires
-from thinwire.kernels.select import IndexPlan, Places
-from thinwire.kernels.select_programs import BISECTED, LARGEST, REACHING
+from thinwire.kernels import select_long_triton, select_triton, select_wire_triton
+from thinwire.kernels.select import IndexLayout, Places
+from thinwire.kernels.select_triton import BISECTED, LARGEST, REACHING
 
-SHORT = 1 << 13  # elements of a row that is one program's
-WIDTHS = (64, 256, 1024, 4096, SHORT)  # a short row's, in programs
-SHORT_TILE = 2048  # elements of a program that has several rows
+SHORT = 1 << 13  # elements at most of a row that one program handles
+WIDTHS = (64, 256, 1024, 4096, SHORT)  # widths of short rows in programs
+SHORT_TILE = 2048  # elements of a program with several rows
 SAMPLE, SAMPLE_WARPS = 4096, 8
-CELL, LARGE_CELL, LARGE = 4096, 16384, 1 << 22  # elements with slots of their own; from LARGE on more
+CELL, LARGE_CELL, LARGE = 4096, 16384, 1 << 22  # elements that share slots; more for rows from LARGE on
 WARPS = 4
-PROGRAMS = 1024  # at most, to a row or to all
-ROOM_PART = 8  # slots are worth it up to one in so many elements
-WIRE_BLOCK = 1024  # places of a program
-CHECKS = 64  # programs at most that check the wire of a row
+PROGRAMS = 1024  # at most, for a row or for all rows
+ROOM_PART = 8  # slots pay off up to one for this many elements
+WIRE_BLOCK = 1024  # places per program
+CHECKS = 64  # programs at most that check a row's wire
 FILL_BLOCK = 4096
 
 
@@ -46,7 +44,7 @@ def reaching(u: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor]:
 
 
 def _run(u: Tensor, k: int, kind: int, *, rounds: int = 0, reach: int = 0) -> tuple[Tensor, Tensor]:
-    """Places [rows, k], and if reaching, how many there are in each row; else any tensor."""
+    """Return places [rows, k], and for REACHING their number in each row; otherwise any tensor."""
     rows, n = u.shape
     if k == n and kind != REACHING:
         return torch.arange(n, device=u.device).repeat(rows, 1), u
@@ -62,18 +60,18 @@ def _run(u: Tensor, k: int, kind: int, *, rounds: int = 0, reach: int = 0) -> tu
 
 
 def _on(x: Tensor) -> AbstractContextManager[Any]:
-    here = not x.is_cuda or x.device.index == torch.cuda.current_device()
-    return nullcontext() if here else torch.cuda.device(x.device)
+    current = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return nullcontext() if current else torch.cuda.device(x.device)
 
 
 def _short(u: Tensor, places: Tensor, count: Tensor, k: int, kind: int, rounds: int, reach: int) -> None:
     rows, n = u.shape
-    width = next(each for each in WIDTHS if n <= each)
+    width = next(limit for limit in WIDTHS if n <= limit)
     together = 1 if rows == 1 else max(1, SHORT_TILE // width)
     warps = min(16, max(1, together * width // 512))
     rank = k + (kind == BISECTED)
     shape = {"KIND": kind, "ROWS": together, "WIDTH": width, "num_warps": warps, "enable_fp_fusion": False}
-    program: Any = short_programs.short_kernel
+    program: Any = select_triton.short_kernel
     program[(-(-rows // together),)](u, places, count, rows, n, k, rank, reach, rounds, float(n), **shape)
 
 
@@ -92,10 +90,10 @@ def _long(u: Tensor, places: Tensor, count: Tensor, k: int, kind: int, rounds: i
     held, counts, info, bins, total, sums = _room(u, rows, cells, slots, share)
 
     def launch(name: str, *args: Any, **shape: Any) -> None:
-        program: Any = getattr(programs, name)
+        program: Any = getattr(select_long_triton, name)
         program[(rows * share,)](*args, **shape, num_warps=WARPS, enable_fp_fusion=False)
 
-    first: Any = programs.sample_kernel
+    first: Any = select_long_triton.sample_kernel
     ranks = (floor, max(1, high), int(high < 1))
     first[(rows,)](u, info, bins, total, n, *ranks, SAMPLE=SAMPLE, num_warps=SAMPLE_WARPS)
     cut = {"SLOTS": slots > 0, "CELL": cell}
@@ -103,7 +101,7 @@ def _long(u: Tensor, places: Tensor, count: Tensor, k: int, kind: int, rounds: i
     if kind == BISECTED:
         launch("top_kernel", u, info, n, share, CELL=cell)
     launch("gather_kernel", u, held, counts, info, total, *sizes, reach, KIND=kind, **cut)
-    for number in range(programs.PASSES):
+    for number in range(select_long_triton.PASSES):
         cut["KIND"] = REACHING if kind == REACHING and number == 0 else LARGEST
         numbers = (*sizes, rank, number)
         launch("bins_kernel", u, held, counts, info, bins, *numbers, FIRST=number == 0, **cut)
@@ -116,12 +114,12 @@ def _long(u: Tensor, places: Tensor, count: Tensor, k: int, kind: int, rounds: i
 
 
 def _slots(expected: float) -> int:
-    """A power of two that a cell's share seldom exceeds."""
+    """Return a power of two that the number of elements kept from a cell seldom exceeds."""
     return 1 << math.ceil(math.log2(1.25 * expected + 32))
 
 
 def _room(u: Tensor, rows: int, cells: int, slots: int, share: int) -> tuple[Tensor, ...]:
-    """Slots, counts by cell, numbers by row, bins, sums of sizes, sums by program; not initialised."""
+    """Allocate slots, counts by cell, numbers by row, bins, sums of sizes, sums by program; uninitialised."""
 
     def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=u.device)
@@ -129,8 +127,8 @@ def _room(u: Tensor, rows: int, cells: int, slots: int, share: int) -> tuple[Ten
     return (
         make(rows * cells * slots, dtype=torch.int64) if slots else u,
         make(rows * cells) if slots else u,
-        make(rows, programs.INFO),
-        make(rows, programs.PASSES, programs.BINS),
+        make(rows, select_long_triton.INFO),
+        make(rows, select_long_triton.PASSES, select_long_triton.BINS),
         make(rows, dtype=torch.int64),
         make(rows, share, 2),
     )
@@ -139,10 +137,10 @@ def _room(u: Tensor, rows: int, cells: int, slots: int, share: int) -> tuple[Ten
 # The wire
 
 
-def send(u: Tensor, places: Places, wire: Tensor, plan: IndexPlan, *, keep: bool) -> Tensor | None:
-    """Places, count and tag into wires, and values, if they are plain: or else they are returned, [rows, k].
+def send(u: Tensor, places: Places, wire: Tensor, plan: IndexLayout, *, keep: bool) -> Tensor | None:
+    """Write places, count and tag to wires, and plain values; return values that are not plain, [rows, k].
 
-    With `keep`, plain values are taken off u.
+    With `keep`, plain values are subtracted from u.
     """
     rows, k = places.at.shape
     sent = wire if plan.plain else torch.empty((rows, k), device=u.device)
@@ -155,7 +153,7 @@ def send(u: Tensor, places: Places, wire: Tensor, plan: IndexPlan, *, keep: bool
 
 
 def settle(u: Tensor, places: Places, arrived: Tensor) -> None:
-    """What arrived, [rows, k], off its places in u."""
+    """Subtract the decoded values `arrived`, [rows, k], from their places in u."""
     (rows, k), blocks = places.at.shape, -(-places.at.shape[1] // WIRE_BLOCK)
     count = places.at if places.count is None else places.count
     tensors = (u, places.at, count, arrived.contiguous())
@@ -164,11 +162,11 @@ def settle(u: Tensor, places: Places, arrived: Tensor) -> None:
 
 
 def receive(
-    wire: Tensor, out: Tensor, plan: IndexPlan, arrived: Tensor | None, weight: float, *, add: bool
+    wire: Tensor, out: Tensor, plan: IndexLayout, arrived: Tensor | None, weight: float, *, add: bool
 ) -> None:
-    """Values to their places in rows of zeros, or added to what is there; NaN if the wire is none.
+    """Write values to their places in rows of zeros, or add them to `out`; NaN if the wire is invalid.
 
-    `arrived` are the values, with the weight, [rows, k]; None if they are plain.
+    `arrived` are the weighted values, [rows, k]; None if they are plain.
     """
     rows, n = out.shape
     blocks = -(-plan.k // WIRE_BLOCK)
@@ -178,7 +176,7 @@ def receive(
     shape = {"COUNTED": plan.count_at >= 0}
     _launch("check_kernel", rows * checks, wire, flags, *numbers, plan.tag, plan.bits, checks, **shape)
     share = min(-(-n // FILL_BLOCK), max(1, PROGRAMS // rows))
-    stride = n if rows > 1 else 0  # which tells the compiler that rows are aligned
+    stride = n if rows > 1 else 0  # 0 tells the compiler that the row is aligned
     fill = (out, flags, n, stride, share, checks)
     _launch("fill_kernel", rows * share, *fill, ADD=add, PROGRAMS=CHECKS, BLOCK=FILL_BLOCK)
     tensors = (wire, flags, out if arrived is None else arrived.contiguous(), out)
@@ -188,13 +186,13 @@ def receive(
 
 
 def pack(places: Tensor, bits: int, wire: Tensor) -> None:
-    """Places [rows, k] into the beginning of wires: `block_reference.pack`."""
+    """Pack places [rows, k] at the start of wires, as `block_reference.pack` does."""
     (rows, k), blocks = places.shape, -(-places.shape[1] // WIRE_BLOCK)
     _launch("pack_kernel", rows * blocks, places, wire, k, wire.shape[1], bits, blocks)
 
 
 def unpack(wire: Tensor, k: int, bits: int) -> Tensor:
-    """The way back, [rows, k], int64."""
+    """Unpack places [rows, k], int64, from the start of wires."""
     rows, blocks = wire.shape[0], -(-k // WIRE_BLOCK)
     places = torch.empty((rows, k), dtype=torch.int64, device=wire.device)
     _launch("unpack_kernel", rows * blocks, wire, places, k, wire.shape[1], bits, blocks)
@@ -202,7 +200,7 @@ def unpack(wire: Tensor, k: int, bits: int) -> Tensor:
 
 
 def _launch(name: str, count: int, *args: Any, **shape: Any) -> None:
-    program: Any = getattr(wires, name)
+    program: Any = getattr(select_wire_triton, name)
     options = {"BLOCK": WIRE_BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
     with _on(args[0]):
         program[(count,)](*args, **options | shape)

@@ -1,7 +1,7 @@
-"""What rounding did to numbers, counted: in plain torch.
+"""Count the effects of rounding, in plain torch.
 
-Three counts are added to `row`, which is int64: of finite numbers that became infinite or NaN, of finite
-numbers beyond `bounds` that stayed finite, and of finite numbers that became zero.
+Three counts are added to `row`, which is int64: finite numbers that became infinite or NaN, finite numbers
+beyond `bounds` that stayed finite, and finite numbers that became zero.
 """
 
 from torch import Tensor
@@ -10,7 +10,7 @@ INFINITY = float("inf")
 
 
 def tally(x: Tensor, y: Tensor, bounds: Tensor, row: Tensor) -> None:
-    """Of flat tensors x, before, and y, after; `bounds` holds from where to where none is cut."""
+    """Count for flat tensors x (before) and y (after); `bounds` is the range in which none is clipped."""
     finite, kept = x.abs() < INFINITY, y.abs() < INFINITY
     cut = ((x > bounds[1]) | (x < bounds[0])) & finite & kept
     row[0] += (finite > kept).count_nonzero()

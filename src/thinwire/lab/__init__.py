@@ -1,4 +1,4 @@
-"""Emulated hosts on one machine: real sockets, real packets, links as slow as you say.
+"""Emulated hosts on one machine: real sockets, real packets, links of a rate you choose.
 
     with Lab(hosts=4, link="1gbit") as lab:
         run = lab.run(["python", "train.py"], timeout_s=60)
@@ -6,7 +6,7 @@
 
 Every rank is a process in a network namespace of its own; a bridge joins them; `tc tbf` throttles every link
 both ways. Needs Linux, root and iproute2; `Lab(hosts=4, loopback=True)` needs nothing and throttles nothing.
-Ranks may use the GPUs of the machine, and share them: every rank is a host of its own to NCCL.
+Ranks may use the machine's GPUs and share them: to NCCL every rank is a host of its own.
 """
 
 from thinwire.errors import LabError as LabError

@@ -1,6 +1,6 @@
 """The GPUs of this machine, and which rank of a lab uses which.
 
-They are found without CUDA: a process that only starts others should hold no context of its own.
+They are found without CUDA: a process that only starts others should not hold a CUDA context.
 """
 
 import os
@@ -34,17 +34,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a lab's ranks, who take them in turn: rank 0 the first, and after the last the first again.
+    """The GPUs of a lab, assigned to ranks in turn: the first to rank 0, and after the last the first again.
 
-    A node sees the GPUs of its ranks. If there are fewer than these, every rank sees one only, and LOCAL_RANK
-    is 0 for all of them: what torchrun does with --virtual-local-rank. So `set_device(LOCAL_RANK)` works.
+    A node sees the GPUs of its ranks. If there are fewer than the node has ranks, every rank sees only one,
+    and LOCAL_RANK is 0 on all, as with torchrun's --virtual-local-rank. So `set_device(LOCAL_RANK)` works.
     """
 
     found: tuple[Gpu, ...]
     per_node: int
     world: int
-    chosen: bool = True  #: the ranks will use them; else they may
-    mps: str = ""  #: whether MPS runs, in words for records; nothing, where it is not needed
+    chosen: bool = True  #: whether the ranks will use them; else they may
+    mps: str = ""  #: whether MPS runs, as a text for records; empty if it is not needed
 
     @property
     def shared(self) -> bool:
@@ -52,20 +52,23 @@ class Gpus:
         return self.world > len(self.found)
 
     def of(self, rank: int) -> int:
-        """The place of a rank's GPU among those found."""
+        """Return the index of a rank's GPU in `found`."""
         return rank % len(self.found)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What a rank is told about them; nothing, where it sees what it should see anyway."""
+        """Return a rank's variables: LOCAL_RANK, and its list of GPUs if that differs from all of them."""
         node, local = divmod(rank, self.per_node)
         if self.per_node > len(self.found):
-            mine, told = [self.of(rank)], {"LOCAL_RANK": "0"}
+            mine, variables = [self.of(rank)], {"LOCAL_RANK": "0"}
         else:
             first = node * self.per_node
-            mine, told = [self.of(first + each) for each in range(self.per_node)], {"LOCAL_RANK": str(local)}
+            mine, variables = (
+                [self.of(first + each) for each in range(self.per_node)],
+                {"LOCAL_RANK": str(local)},
+            )
         if mine != list(range(len(self.found))):
-            told[VISIBLE] = ",".join(self.found[each].token for each in mine)
-        return told
+            variables[VISIBLE] = ",".join(self.found[each].token for each in mine)
+        return variables
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(each.name for each in self.found))
@@ -76,7 +79,7 @@ class Gpus:
         return f"{what} for all ranks, {'without MPS: small calls are slow' if absent else 'with MPS'}"
 
     def describe(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return plain data, for JSON."""
         return {
             "device": "cuda" if self.chosen else "auto",
             "gpus": [each.name for each in self.found],
@@ -87,28 +90,28 @@ class Gpus:
 
 
 def check(device: str) -> str:
-    """A device's name, or a `LabError` that lists them."""
+    """Return a device's name, or raise a `LabError` that lists all."""
     if device not in DEVICES:
         raise LabError(f"a lab's device is one of {', '.join(DEVICES)}, not '{device}'")
     return device
 
 
 def visible() -> tuple[Gpu, ...]:
-    """The GPUs that CUDA would show to this process: those of the machine, less what the user hides.
+    """Return the GPUs that CUDA would show to this process: the machine's, less those that the user hides.
 
-    As CUDA does it, the list of CUDA_VISIBLE_DEVICES ends at the first entry that names none.
+    As in CUDA, the list of CUDA_VISIBLE_DEVICES ends at the first entry that names no GPU.
     """
     names, listed = [each for each, _ in installed()], os.environ.get(VISIBLE)
     if listed is None:
         return tuple(Gpu(name, str(number)) for number, name in enumerate(names))
-    found: list[Gpu] = []
+    gpus: list[Gpu] = []
     for token in (each.strip() for each in listed.split(",")):
         number = int(token) if token.isdigit() else None
         known = number < len(names) if number is not None else token.startswith(("GPU-", "MIG-"))
         if not known or not names:
             break
-        found.append(Gpu(names[number] if number is not None else names[0], token))
-    return tuple(found)
+        gpus.append(Gpu(names[number] if number is not None else names[0], token))
+    return tuple(gpus)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""`Lab`: the topology, built while a `with` block runs, and removed however that block ends."""
+"""`Lab`: builds a topology for a `with` block, and removes it however that block ends."""
 
 import atexit
 import itertools
@@ -19,7 +19,7 @@ from thinwire.errors import LabError
 from thinwire.lab import gpus, mps, namespaces
 from thinwire.lab.namespaces import Counters, Names
 from thinwire.lab.sessions import Launch, Reading, Run, Session
-from thinwire.lab.topology import Plan
+from thinwire.lab.topology import LabOptions
 
 FIRST_PORT = 29500
 PORTS = range(20_000, FIRST_PORT)  #: of ranks on loopback, whose ports are those of the whole machine
@@ -31,15 +31,15 @@ _with_gpus: list[dict[str, Any]] = []
 class Lab:
     """Emulated hosts, as long as the `with` block runs.
 
-    Takes `hosts` and `link`, or `nodes`, `per_node`, `inside` and `between`; `burst` of all links, if not the
-    one `Link` explains; `loopback=True` for plain processes on 127.0.0.1, not throttled.
+    Takes `hosts` and `link`, or `nodes`, `per_node`, `inside` and `between`; `burst` for all links, if not
+    the default that `Link` explains; `loopback=True` for plain processes on 127.0.0.1, not throttled.
 
-    device: "cuda" for ranks that use the GPUs of this machine, which they share if there are too few; "cpu"
-    for ranks that use none; "auto" if it is not known: as "cuda" where this process sees a GPU. Ranks that
-    share a GPU are served by MPS, whose daemon the lab starts if none runs. It takes nothing of a GPU before
-    a rank uses one, and ends with the lab.
+    device: "cuda" for ranks that use the GPUs of this machine, and share them if there are too few; "cpu"
+    for ranks that use none; "auto" if it is not known: as "cuda" if this process sees a GPU. Ranks that share
+    a GPU use MPS, whose daemon the lab starts if none runs. The daemon uses no GPU before a rank does, and
+    ends with the lab.
 
-    Everything is removed when the block ends, by an exception, Ctrl-C, SIGTERM or SIGHUP too. Only SIGKILL
+    Everything is removed when the block ends, also by an exception, Ctrl-C, SIGTERM or SIGHUP. Only SIGKILL
     leaves namespaces behind, which `clean()` removes.
     """
 
@@ -57,7 +57,7 @@ class Lab:
         device: str = "auto",
     ):
         self.device = gpus.check(device)
-        self.topology = Plan(hosts, link, nodes, per_node, inside, between, burst, loopback).topology()
+        self.topology = LabOptions(hosts, link, nodes, per_node, inside, between, burst, loopback).topology()
         self._names: Names | None = None
         self._mps = mps.Daemon("")
         self._owner = os.getpid()
@@ -101,8 +101,8 @@ class Lab:
     ) -> Session:
         """Start a program on every rank and return at once.
 
-        `env` is added to this process's environment. With `echo`, each line a rank prints is printed behind
-        its number; the record of the run holds the output in any case.
+        `env` is added to this process's environment. With `echo`, each line of a rank is printed after its
+        number; the `Run` holds the output in any case.
         """
         if not self._open:
             raise LabError("this lab is not open; use it as in: with Lab(hosts=2) as lab: lab.run(command)")
@@ -114,8 +114,10 @@ class Lab:
         processes = []
         try:
             for rank in range(topology.world):
-                told = {**topology.environment(rank, port), **self._mps.environment()}
-                processes.append(launch.on(self._enter(rank), told, topology.defaults()))
+                environment = {**topology.environment(rank, port), **self._mps.environment()}
+                processes.append(
+                    launch.on(self._enter(rank), environment, topology.defaults(os.cpu_count() or 1))
+                )
         finally:
             session = Session(topology, processes, self._read, before, echo)
             self._sessions.append(session)
@@ -134,7 +136,7 @@ class Lab:
         return self.start(command, env=env, cwd=cwd, echo=echo).wait(timeout_s)
 
     def counters(self) -> tuple[Counters, ...] | None:
-        """What every host's interface has counted since the lab was built; None on loopback."""
+        """Return what every host's interface has counted since the lab was built; None on loopback."""
         return namespaces.counters(self._names) if self._names else None
 
     def node_counters(self) -> tuple[Counters, ...] | None:
@@ -148,7 +150,7 @@ class Lab:
         return Reading(hosts, self.node_counters() or ()) if hosts else None
 
     def close(self) -> None:
-        """End what runs in the lab and remove it; does nothing the second time, or in a forked child."""
+        """End what runs in the lab and remove it; do nothing the second time, or in a forked child."""
         if not self._open or os.getpid() != self._owner:
             return
         self._open = False
@@ -163,7 +165,7 @@ class Lab:
             self._handlers = {}
 
     def _remove(self) -> None:
-        """The ranks, then the namespaces with whatever still runs in them, then the daemon they used."""
+        """End the ranks, remove the namespaces with all that still runs in them, end the daemon of MPS."""
         try:
             for session in self._sessions:
                 session.stop()
@@ -173,10 +175,10 @@ class Lab:
             mps.stop(self._mps)
 
     def _find_gpus(self) -> None:
-        """Which GPUs the ranks use, and MPS for those that share one."""
+        """Choose the GPUs of the ranks, and start MPS if they share one."""
         self.topology = replace(self.topology, gpus=None)
-        found = gpus.visible() if self.device != "cpu" else ()
-        if not found:
+        visible = gpus.visible() if self.device != "cpu" else ()
+        if not visible:
             if self.device == "cuda":
                 raise LabError(
                     "no GPU is seen here (look at nvidia-smi and CUDA_VISIBLE_DEVICES); device='cpu' "
@@ -184,7 +186,7 @@ class Lab:
                 )
             return
         topology, chosen = self.topology, self.device == "cuda"
-        used = gpus.Gpus(found, topology.per_node, topology.world, chosen)
+        used = gpus.Gpus(visible, topology.per_node, topology.world, chosen)
         if used.shared:
             self._mps = mps.start()
             used = replace(used, mps=self._mps.said)
@@ -207,12 +209,12 @@ class Lab:
 
 
 def with_gpus() -> list[dict[str, Any]]:
-    """The labs of this process whose ranks could use GPUs, described: for records of what was measured."""
+    """Describe the labs of this process whose ranks could use GPUs, for records of measurements."""
     return list(_with_gpus)
 
 
 def clean() -> list[str]:
-    """Remove what killed labs left behind: namespaces, and daemons of MPS; the names of what was removed."""
+    """Remove namespaces and MPS daemons that killed labs left behind; return their names."""
     return [*namespaces.clean(), *mps.clean()]
 
 
@@ -222,9 +224,9 @@ def _end(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Signals that would cut the removal short wait until it is done.
+    """Delay signals that would interrupt the removal until it is done.
 
-    Blocking them would not do: another thread may receive one, and Python then interrupts the main thread.
+    Blocking them is not enough: another thread may receive one, and Python then interrupts the main thread.
     """
     late: list[int] = []
     before: dict[int, Any] = {}
@@ -246,7 +248,7 @@ def _in_main_thread() -> bool:
 
 
 def _free_port() -> int:
-    """A port below those that connections get by themselves: nobody takes it before the ranks' store does."""
+    """Return a port below the ephemeral ones, which no connection takes before the ranks' store does."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,7 +1,7 @@
-"""NVIDIA's Multi-Process Service, without which ranks that share a GPU take turns: 40 ms for a small call.
+"""NVIDIA's Multi-Process Service (MPS). Without it ranks that share a GPU take turns: 40 ms for a small call.
 
-A lab starts a control daemon with folders of its own, and ends it. The daemon holds nothing on a GPU: it
-starts its server when the first rank uses one. A daemon that somebody else runs is used and left.
+A lab starts a control daemon with its own folders, and ends it. The daemon holds nothing on a GPU: it starts
+its server when the first rank uses one. If a daemon runs already, the lab uses it and leaves it running.
 """
 
 import os
@@ -22,8 +22,8 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 NAME = re.compile(r"tw-mps-(\d+)-(\d+)-\w+")
 USUAL = "/tmp/nvidia-mps"
-COMM = CONTROL[:15]  #: what the kernel keeps of the name, of the server's too
-LONGEST_FOLDER = 60  #: sockets lie inside, and their paths have a limit of 108
+COMM = CONTROL[:15]  #: the name as the kernel shortens it; the server's is the same
+LONGEST_FOLDER = 60  #: characters; paths of the sockets inside are limited to 108
 PATIENCE_S = 10.0
 POLL_S = 0.05
 SLOW = "without it ranks that share a GPU take turns, and a small call takes 40 ms instead of 0.1"
@@ -31,25 +31,25 @@ SLOW = "without it ranks that share a GPU take turns, and a small call takes 40 
 
 @dataclass(frozen=True)
 class Daemon:
-    """What a lab knows about MPS: words for records, and the folder of the daemon that it started, if any."""
+    """MPS in a lab: a text for records, and the folder of the daemon that the lab started, if any."""
 
     said: str
     folder: Path | None = None
 
     @property
     def absent(self) -> bool:
-        """Whether there is none."""
+        """Whether there is no daemon."""
         return self.said.startswith(NONE)
 
     def environment(self) -> dict[str, str]:
-        """What tells the ranks, and the control program, which daemon it is."""
+        """Return the variables that name this daemon to ranks and to the control program."""
         if self.folder is None:
             return {}
         return {PIPE: str(self.folder / "pipe"), LOG: str(self.folder / "log")}
 
 
 def state() -> str:
-    """In a word or two: running, can be started, or absent."""
+    """Return whether MPS is running, can be started, or is absent, and why."""
     if shutil.which(CONTROL) is None:
         return f"absent: there is no {CONTROL}"
     return "running" if running() else "can be started"
@@ -62,7 +62,7 @@ def running() -> bool:
 
 
 def start() -> Daemon:
-    """Use the daemon that runs, or start one; a `Daemon` without either says why."""
+    """Use the running daemon, or start one; if neither works, the `Daemon` returned says why."""
     if shutil.which(CONTROL) is None:
         return Daemon(f"{NONE}: there is no {CONTROL}")
     if running():
@@ -73,30 +73,30 @@ def start() -> Daemon:
         folder = Path(tempfile.mkdtemp(prefix=name, dir=home if len(home) < LONGEST_FOLDER else "/tmp"))
     except OSError as error:
         return Daemon(f"{NONE}: there is no place for its folder ({error})")
-    made = Daemon("started by the lab", folder)
+    daemon = Daemon("started by the lab", folder)
     try:
-        fault = _start(made)
+        fault = _start(daemon)
     except BaseException:
-        stop(made)
+        stop(daemon)
         raise
     if fault:
-        stop(made)
+        stop(daemon)
         return Daemon(f"{NONE}: {fault}")
-    return made
+    return daemon
 
 
 def _start(made: Daemon) -> str:
-    """Why it did not start, if so. The daemon has a session of its own: Ctrl-C at the terminal is not for it.
+    """Start the daemon; return why that failed, or "". In its own session, Ctrl-C does not reach it.
 
-    It sees all GPUs: with a list of its own it would number them anew, and the ranks' lists would be wrong.
+    It sees all GPUs: with a list of its own it would renumber them, and the ranks' lists would be wrong.
     """
     assert made.folder is not None
     for path in made.environment().values():
         Path(path).mkdir()
     environment = {**os.environ, **made.environment()}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    said = made.folder / "said"
-    with said.open("wb") as output:  # not a pipe, which the daemon might keep open
+    printed = made.folder / "said"
+    with printed.open("wb") as output:  # not a pipe, which the daemon might keep open
         try:
             code = subprocess.run(
                 [CONTROL, "-d"],
@@ -115,7 +115,7 @@ def _start(made: Daemon) -> str:
             return ""
         time.sleep(POLL_S)
     words = (
-        " ".join(said.read_text(errors="replace").split()) or f"exit status {code}, and it does not answer"
+        " ".join(printed.read_text(errors="replace").split()) or f"exit status {code}, and it does not answer"
     )
     return f"`{CONTROL} -d` failed: {words}"
 
@@ -137,7 +137,7 @@ def stop(daemon: Daemon) -> None:
 
 
 def _tell(words: str, more: dict[str, str] | None = None) -> str | None:
-    """What a daemon answers; None if there is none."""
+    """Send a command to a daemon; return its answer, or None if there is no daemon."""
     try:
         done = subprocess.run(
             [CONTROL],
@@ -154,19 +154,19 @@ def _tell(words: str, more: dict[str, str] | None = None) -> str | None:
 
 
 def _processes(daemon: Daemon) -> list[int]:
-    """The processes of MPS that were started with this daemon's folder."""
+    """Return the processes of MPS that were started with this daemon's folder."""
     mark = f"{PIPE}={daemon.environment()[PIPE]}".encode()
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             named = (path / "comm").read_text().strip() == COMM
             if named and mark in (path / "environ").read_bytes().split(b"\0"):
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
 def clean() -> list[str]:
-    """End the daemons of labs whose owner is dead; the names of their folders."""
+    """End the daemons of labs whose owner is dead; return the names of their folders."""
     homes = dict.fromkeys((tempfile.gettempdir(), "/tmp"))
     paths = [path for home in homes for path in sorted(Path(home).glob("tw-mps-*"))]
     removed = []

@@ -2,7 +2,7 @@
 
 Every rank has a namespace of its own, and the switches share one more, so nothing is made in the namespace
 the machine itself uses. A namespace is called tw-PID-START-NUMBER-ROLE: PID and START (the process's start
-time, since numbers of processes come again) name the owner, NUMBER counts the owner's labs.
+time, since process numbers are used again) name the owner, NUMBER counts the owner's labs.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ NAME = re.compile(r"tw-(\d+)-(\d+)-(\d+)-(sw|r\d+)")
 WITHOUT = "--link loopback (link='loopback') works without, unthrottled"
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 
-# `ip netns exec` gives the command its own view of the file systems. In that view alone, a longer /etc/hosts
-# covers the machine's: nobody answers for names inside, and libraries warn when an address has none. The file
-# is in memory and goes with the last process that sees it. Where this fails, the command runs without it.
+# `ip netns exec` gives the command its own view of the file systems. In that view only, a longer /etc/hosts
+# hides the machine's: no name server answers inside, and libraries warn about an address without a name. The
+# file is in memory and ends with the last process that sees it. If this fails, the command runs without it.
 ADD_HOSTS = """
 hosts=$1; shift
 {
@@ -46,9 +46,9 @@ exec "$@"
 class Counters:
     """What the interface of one host (or of one node, between nodes) has counted, headers included.
 
-    The kernel hands TCP over in packets of many segments, and the interface counts each with one header. A
-    card would cut them into frames of 1514 bytes, a header each: that is what the throttle counts, `framed`
-    here, and what takes time on the link. Both are read from the kernel; neither is computed.
+    The kernel passes TCP to the interface in packets of many segments, each counted with one header. A card
+    would cut them into frames of 1514 bytes, each with a header. The throttle counts these frames (`framed`
+    here), and they take the time on the link. Both are read from the kernel; neither is computed.
     """
 
     sent_nbytes: int
@@ -87,13 +87,13 @@ class Names:
 
 
 def names(number: int, world: int) -> Names:
-    """Names that say this process owns them."""
+    """Return names that name this process as the owner."""
     pid = os.getpid()
     return Names(f"tw-{pid}-{start_time(pid)}-{number}", world)
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None if there is no such process."""
+    """Return when a process started, in ticks since boot; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -113,9 +113,9 @@ def require() -> None:
 
 
 def run(program: str, *arguments: str, batch: list[str] | None = None) -> str:
-    """One call of `ip` or `tc`; `batch` holds lines for its -batch mode. Its complaint becomes a `LabError`.
+    """Call `ip` or `tc`; `batch` holds lines for its -batch mode. Its error output becomes a `LabError`.
 
-    It has a session of its own, so that Ctrl-C at the terminal does not stop it half way.
+    It runs in its own session, so that Ctrl-C at the terminal does not stop it half way.
     """
     words = [*arguments, *(["-batch", "-"] if batch else [])]
     done = subprocess.run(
@@ -133,7 +133,7 @@ def run(program: str, *arguments: str, batch: list[str] | None = None) -> str:
 
 
 def build(topology: Topology, made: Names) -> None:
-    """Make the namespaces, cables and throttles. If it fails, `remove` takes away what was made.
+    """Make the namespaces, cables and throttles. If this fails, `remove` deletes what was made.
 
     Inside, TCP's congestion control is reno, which every kernel has: the same on every machine. It reaches
     the rate at 10gbit, where bbr, the default of some, was measured 15 % below.
@@ -149,7 +149,7 @@ def build(topology: Topology, made: Names) -> None:
 
 
 def _switch_lines(topology: Topology, made: Names) -> list[str]:
-    """The switches, the cables between them, and the hosts' cables."""
+    """Return lines for the switches, the cables between them, and the hosts' cables."""
     lines = ["link set lo up", *_bridge("core")]
     for node in range(topology.nodes if topology.between else 0):
         lines += [
@@ -168,7 +168,7 @@ def _switch_lines(topology: Topology, made: Names) -> list[str]:
 
 
 def _bridge(name: str) -> list[str]:
-    """A switch that learns addresses and says nothing by itself."""
+    """Return lines for a switch that learns addresses and sends nothing by itself."""
     return [
         f"link add {name} type bridge mcast_snooping 0",
         f"link set {name} addrgenmode none",
@@ -201,7 +201,7 @@ def _switch_throttles(topology: Topology) -> list[str]:
 
 
 def _throttle(port: str, link: Link) -> str:
-    """A token bucket holds back what leaves a port; one at each end of a cable throttles both ways."""
+    """Return the line for a token bucket, which throttles what leaves a port: one at each end of a cable."""
     return (
         f"qdisc add dev {port} root tbf rate {link.bits_per_s}bit "
         f"burst {link.burst_nbytes}b limit {link.queue_nbytes}b"
@@ -209,23 +209,23 @@ def _throttle(port: str, link: Link) -> str:
 
 
 def enter(made: Names, rank: int, hosts: str) -> list[str]:
-    """What to put before a command so that it runs on this rank; `hosts` is added to its /etc/hosts."""
+    """Return the words before a command that run it on this rank; `hosts` is added to its /etc/hosts."""
     return [*tools.command("ip"), "netns", "exec", made.host(rank), "sh", "-c", ADD_HOSTS, "sh", hosts]
 
 
 def counters(made: Names) -> tuple[Counters, ...]:
-    """Every host's counters: its own interface, and the throttles at both ends of its cable."""
+    """Return every host's counters: of its own interface, and of the throttles at both ends of its cable."""
     ports = _throttles(made.switch)
-    found = []
+    rows = []
     for rank in range(made.world):
         host = made.host(rank)
         near = _throttles(host)[INTERFACE]
-        found.append(_counters(_interfaces(host)[INTERFACE], near, ports[f"p{rank}"]))
-    return tuple(found)
+        rows.append(_counters(_interfaces(host)[INTERFACE], near, ports[f"p{rank}"]))
+    return tuple(rows)
 
 
 def node_counters(made: Names, nodes: int) -> tuple[Counters, ...]:
-    """Every node's counters: the cable that joins it to the core switch."""
+    """Return every node's counters: of the cable that joins it to the core switch."""
     links, ports = _interfaces(made.switch), _throttles(made.switch)
     return tuple(
         _counters(links[f"up{node}"], ports[f"up{node}"], ports[f"down{node}"]) for node in range(nodes)
@@ -233,7 +233,7 @@ def node_counters(made: Names, nodes: int) -> tuple[Counters, ...]:
 
 
 def _counters(interface: dict[str, Any], near: dict[str, int], far: dict[str, int]) -> Counters:
-    """One cable: the interface and the throttle at the near end, and the throttle at the far end."""
+    """Return the counters of one cable: of interface and throttle at the near end, and the far throttle."""
     sent, received = interface["tx"], interface["rx"]
     return Counters(
         sent_nbytes=sent["bytes"],
@@ -249,19 +249,19 @@ def _counters(interface: dict[str, Any], near: dict[str, int], far: dict[str, in
 
 
 def _interfaces(namespace: str) -> dict[str, Any]:
-    found = json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show"))
-    return {each["ifname"]: each["stats64"] for each in found}
+    links = json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show"))
+    return {each["ifname"]: each["stats64"] for each in links}
 
 
 def _throttles(namespace: str) -> dict[str, Any]:
-    found = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show"))
-    return {each["dev"]: each for each in found if each["kind"] == "tbf"}
+    disciplines = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show"))
+    return {each["dev"]: each for each in disciplines if each["kind"] == "tbf"}
 
 
 def remove(doomed: list[str], patience_s: float = 5.0) -> list[str]:
-    """End what runs inside these namespaces and delete them; returns those it deleted.
+    """Kill the processes inside these namespaces and delete them; return the names deleted.
 
-    One that resists does not save the others; its complaint is raised at the end.
+    If one cannot be deleted, the others still are; its error is raised at the end.
     """
     present = [name for name in doomed if (FOLDER / name).exists()]
     end = time.monotonic() + patience_s
@@ -280,18 +280,18 @@ def remove(doomed: list[str], patience_s: float = 5.0) -> list[str]:
 
 
 def _kill_inside(name: str) -> int:
-    """Kill the processes of one namespace, and only those; returns how many there were."""
+    """Kill the processes of one namespace, and only those; return how many there were."""
     if not (FOLDER / name).exists():
         return 0
-    found = [int(pid) for pid in run("ip", "netns", "pids", name).split()]
-    for pid in found:
+    pids = [int(pid) for pid in run("ip", "netns", "pids", name).split()]
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return len(found)
+    return len(pids)
 
 
 def leftovers() -> list[str]:
-    """Namespaces of labs whose owner is dead; those of living owners, and of anybody else, are not listed."""
+    """Return the namespaces of labs whose owner is dead, and no others."""
     if not FOLDER.is_dir():
         return []
     matches = [NAME.fullmatch(path.name) for path in sorted(FOLDER.iterdir())]
@@ -299,8 +299,8 @@ def leftovers() -> list[str]:
 
 
 def clean() -> list[str]:
-    """Remove what killed labs left behind; returns the names of the namespaces removed."""
-    found = leftovers()
-    if found:
+    """Remove namespaces that killed labs left behind; return their names."""
+    doomed = leftovers()
+    if doomed:
         require()
-    return remove(found)
+    return remove(doomed)

@@ -1,7 +1,7 @@
-"""How fast a lab's links really are, measured with plain TCP sockets.
+"""Measure the real rates of a lab's links with plain TCP sockets.
 
-Run as a program on every rank (it needs nothing but the standard library), it goes through pairs of ranks,
-one after the other; the receiver of each pair prints one line of JSON.
+This file runs as a program on every rank, with the standard library only. It measures pairs of ranks one
+after the other; the receiver of each pair prints one line of JSON.
 """
 
 import json
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 FIRST_PORT = 29000
 CHUNK_NBYTES = 1 << 18
 PATIENCE_S = 60.0
-STREAMS, FAST_MBIT_PER_S = 4, 10_000  #: connections of a pair whose link is faster: one does not fill it
+STREAMS, FAST_MBIT_PER_S = 4, 10_000  #: connections of a pair on a faster link, which one does not fill
 
 
 def pairs(world: int, per_node: int, two_levels: bool) -> list[tuple[int, int]]:
-    """Rank 0 and every other host, both ways; of two levels its neighbour and a rank of every other node."""
+    """Pair rank 0 and every other host, both ways; on two levels, its neighbour and a rank of other nodes."""
     others = list(range(1, world))
     if two_levels:
         others = [1] * (per_node > 1) + list(range(per_node, world, per_node))
@@ -30,7 +30,7 @@ def pairs(world: int, per_node: int, two_levels: bool) -> list[tuple[int, int]]:
 
 
 def check(lab: "Lab", seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Measure every pair for so many seconds: payload in Mbit/s and the nominal rate (None on loopback).
+    """Measure every pair for `seconds`; return payload in Mbit/s and the nominal rate (None on loopback).
 
     Links of more than 10gbit are measured with four connections at once, all others with one.
     """
@@ -43,8 +43,8 @@ def check(lab: "Lab", seconds: float = 1.0) -> list[dict[str, Any]]:
     run = lab.run(command, timeout_s=PATIENCE_S + 2 * seconds * len(plan), echo=False)
     if not run.ok:
         raise _error(f"the links could not be measured: {' '.join(''.join(run.outputs).split())}")
-    found = {(each["from"], each["to"]): each for text in run.outputs for each in _lines(text)}
-    return [_compare(found[pair], topology.nominal(*pair)) for pair in chosen]
+    measured = {(each["from"], each["to"]): each for text in run.outputs for each in _lines(text)}
+    return [_compare(measured[pair], topology.nominal(*pair)) for pair in chosen]
 
 
 def _streams(link: Any) -> int:
@@ -56,31 +56,31 @@ def _lines(text: str) -> list[dict[str, Any]]:
 
 
 def _error(message: str) -> Exception:
-    from thinwire.errors import LabError  # not at the top: on the ranks this file is all there is
+    from thinwire.errors import LabError  # not at the top: ranks run this file alone
 
     return LabError(message)
 
 
 def _compare(measured: dict[str, Any], link: Any) -> dict[str, Any]:
     nominal = link.bits_per_s / 1e6 if link else None
-    found = measured["nbytes"] * 8 / measured["seconds"] / 1e6
+    rate = measured["nbytes"] * 8 / measured["seconds"] / 1e6
     return {
         "from": measured["from"],
         "to": measured["to"],
         "nominal_mbit_per_s": nominal,
-        "measured_mbit_per_s": found,
-        "share": found / nominal if nominal else None,
+        "measured_mbit_per_s": rate,
+        "share": rate / nominal if nominal else None,
         "connections": _streams(link),
     }
 
 
 def send(address: str, port: int, seconds: float, streams: int = 1) -> None:
-    """Send for so many seconds, once the receiver listens, and wait until all has arrived."""
+    """Send for `seconds`, once the receiver listens, and wait until all has arrived."""
     senders = [threading.Thread(target=_send, args=(address, port, seconds)) for _ in range(streams)]
-    for each in senders:
-        each.start()
-    for each in senders:
-        each.join()
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
 
 
 def _send(address: str, port: int, seconds: float) -> None:
@@ -104,17 +104,17 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 def receive(address: str, port: int, streams: int = 1) -> tuple[int, float]:
-    """Bytes after the first piece of each connection, and the seconds from the first to the last."""
+    """Return bytes after the first chunk of each connection, and seconds from the first to the last."""
     with socket.create_server((address, port)) as server:
         server.settimeout(PATIENCE_S)
         connections = [server.accept()[0] for _ in range(streams)]
-    found: list[tuple[int, float, float]] = []
-    receivers = [threading.Thread(target=_receive, args=(each, found)) for each in connections]
+    results: list[tuple[int, float, float]] = []
+    receivers = [threading.Thread(target=_receive, args=(each, results)) for each in connections]
     for each in receivers:
         each.start()
     for each in receivers:
         each.join()
-    counts, starts, ends = zip(*found, strict=True)
+    counts, starts, ends = zip(*results, strict=True)
     return sum(counts), max(ends) - min(starts)
 
 
@@ -129,7 +129,7 @@ def _receive(connection: socket.socket, found: list[tuple[int, float, float]]) -
 
 
 def main() -> None:
-    """One rank's part."""
+    """Measure the pairs of this rank."""
     rank, seconds = int(os.environ["RANK"]), float(sys.argv[2])
     for number, (source, target, address, streams) in enumerate(json.loads(sys.argv[1])):
         if rank == source:

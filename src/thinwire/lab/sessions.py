@@ -1,4 +1,4 @@
-"""One program on every rank: start it, pass on what it prints, wait, end it."""
+"""One program on every rank: start it, echo its output, wait, end it."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ Read = Callable[[], Reading | None]
 
 @dataclass(frozen=True)
 class Run:
-    """What happened when a program ran on every rank of a lab.
+    """The result of a program that ran on every rank of a lab.
 
     `returncodes` are negative for a rank that a signal ended, as in `subprocess`. `counters` are what each
     host's interface counted from start to end; None on loopback, where nothing is measured.
@@ -56,11 +56,11 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """Every rank ended by itself and well."""
+        """Whether every rank ended by itself with status 0."""
         return not self.timed_out and not any(self.returncodes)
 
     def describe(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return plain data, for JSON."""
         return {
             **self.topology.describe(),
             "ok": self.ok,
@@ -102,7 +102,7 @@ class Session:
             reader.start()
 
     def output(self, rank: int) -> str:
-        """What a rank has printed so far."""
+        """Return what a rank has printed so far."""
         return "".join(self._lines[rank])
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
@@ -113,10 +113,10 @@ class Session:
                 os.killpg(process.pid, signum)
 
     def wait(self, timeout_s: float | None = None, *, stop_on_failure: bool = True) -> Run:
-        """Wait for all ranks and return what happened; `timeout_s` counts from the start of the program.
+        """Wait for all ranks and return the result; `timeout_s` counts from the start of the program.
 
-        When time is up, or when a rank fails (unless `stop_on_failure` is False: the others may survive it),
-        the rest are told to end (SIGTERM), and killed if they have not ended two seconds later.
+        When time is up, or when a rank fails (unless `stop_on_failure` is False: other ranks may survive it),
+        the ranks that still run get SIGTERM, and are killed if they have not ended two seconds later.
         """
         try:
             timed_out = self._wait(timeout_s, stop_on_failure)
@@ -136,7 +136,7 @@ class Session:
         )
 
     def _wait(self, timeout_s: float | None, stop_on_failure: bool) -> bool:
-        """Returns whether time was up."""
+        """Return whether time was up."""
         end = None if timeout_s is None else self._start + timeout_s
         while True:
             codes = [process.poll() for process in self.processes]
@@ -163,7 +163,7 @@ class Session:
 
 
 def _read(rank: int, stream: IO[str], lines: list[str], echo: bool) -> None:
-    """Read to the end, even if nobody listens any more: a rank whose pipe is full would stand still."""
+    """Read to the end, even if the echo fails: a rank whose pipe is full would block."""
     with stream:
         for line in stream:
             lines.append(line)
@@ -177,7 +177,7 @@ def _read(rank: int, stream: IO[str], lines: list[str], echo: bool) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start on every rank."""
+    """The command to start on every rank."""
 
     command: Sequence[str]
     env: dict[str, str] | None = None
@@ -197,14 +197,14 @@ class Launch:
     def on(
         self, prefix: Sequence[str], told: dict[str, str], defaults: dict[str, str]
     ) -> subprocess.Popen[str]:
-        """Start it for one rank: `prefix` enters the rank's namespace, `told` is the rank's environment.
+        """Start the command for one rank; `prefix` enters its namespace, `told` is its environment.
 
-        One thread a rank, unbuffered output and `defaults`, unless the environment says otherwise.
+        Set one thread per rank, unbuffered output and `defaults`, unless the environment says otherwise.
         """
-        friendly = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **defaults}
+        fallback = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **defaults}
         return subprocess.Popen(
             [*prefix, *self.command],
-            env={**friendly, **os.environ, **(self.env or {}), **told},
+            env={**fallback, **os.environ, **(self.env or {}), **told},
             cwd=self.cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What a lab looks like, as frozen data: links, ranks, addresses, and what each rank is told about them.
+"""The layout of a lab as frozen data: links, ranks, addresses, and the environment of each rank.
 
 Nothing here touches the machine.
 """
@@ -25,11 +25,13 @@ MOST_PACKET_NBYTES = 64 << 10
 CUT_PACKET_NBYTES = 16 << 10
 LOOPBACK = "loopback"
 
-#: NCCL on a throttled link: sockets only. InfiniBand, plugins and NVLink between hosts would go around it.
+#: NCCL on a throttled link: sockets only. InfiniBand, plugins and NVLink between hosts would bypass it.
 SOCKETS_ONLY = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
-#: One socket carries about 10 Gbit/s; several reach about 27 of 40.
+#: One socket carries about 10 Gbit/s, several 37 of 40, between two hosts with 8 cores each. With fewer cores
+#: their threads keep each other waiting: four hosts on 16 cores send half as much with 4 threads as with one.
 FAST_BITS_PER_S = 10 * 10**9
-SEVERAL_SOCKETS = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
+SEVERAL_SOCKETS = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"}
+CORES_FOR_SEVERAL = 8  # per rank
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,12 @@ class Link:
 
     @property
     def queue_nbytes(self) -> int:
-        """What may wait at one end before packets are dropped."""
+        """Bytes that may wait at one end before packets are dropped."""
         return max(int(self.bits_per_s / 8 * QUEUE_S), LEAST_QUEUE_NBYTES, 2 * self.burst_nbytes)
 
 
 def parse_link(rate: str, burst: str | int | None = None) -> Link:
-    """The link of a rate such as "1gbit", with its own burst or the one that `Link` explains."""
+    """Return the link of a rate such as "1gbit", with the burst given or the one that `Link` explains."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate.strip().lower())
     bits_per_s = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if match is None or bits_per_s < 1000:
@@ -72,7 +74,7 @@ def parse_link(rate: str, burst: str | int | None = None) -> Link:
 
 
 def parse_burst(burst: str | int) -> int:
-    """Bytes of a burst such as 65536, "64k" or "1m"."""
+    """Return the bytes of a burst such as 65536, "64k" or "1m"."""
     match = re.fullmatch(r"(\d+)([km]?)", str(burst).strip().lower())
     if match is None:
         raise LabError(f"'{burst}' is no burst; write bytes, KiB or MiB: 65536, 64k, 1m")
@@ -84,11 +86,11 @@ def parse_burst(burst: str | int) -> int:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks there are and how they are joined.
+    """The ranks and how they are connected.
 
-    One level (`between` is None): every rank is a host of its own, and all hang on one switch by `link`.
-    Two levels: the `per_node` ranks of a node hang on the node's switch by `link`, and the nodes' switches
-    hang on a core switch by one cable `between` each, which the ranks of a node share.
+    One level (`between` is None): every rank is a host of its own, connected to one switch by `link`.
+    Two levels: the `per_node` ranks of a node are connected to the node's switch by `link`. Each node's
+    switch is connected to a core switch by one cable `between`, which the ranks of the node share.
     """
 
     nodes: int
@@ -107,8 +109,9 @@ class Topology:
     def packet_nbytes(self) -> int:
         """The largest packet TCP may hand to an interface, which `Link` explains.
 
-        Packets for a slow link between nodes need not be as small as its bucket, below 16 KiB: at such rates
-        nothing is lost when it cuts them, and fast links inside could not keep up with smaller ones.
+        For a slow link between nodes, packets need not be smaller than 16 KiB to fit its bucket: at such
+        rates nothing is lost when it cuts them, and fast links inside nodes could not keep up with smaller
+        ones.
         """
         largest = min(MOST_PACKET_NBYTES, self.link.burst_nbytes // 2)
         if self.between is None:
@@ -129,7 +132,7 @@ class Topology:
         )
 
     def describe(self) -> dict[str, Any]:
-        """The same for programs: what `THINWIRE_LAB` holds as JSON. Loopback has no links."""
+        """Return plain data, which `THINWIRE_LAB` holds as JSON. Loopback has no links."""
         links = {} if self.loopback else {"link": self.link, "between": self.between}
         return {
             "topology": str(self),
@@ -144,7 +147,7 @@ class Topology:
         }
 
     def address(self, rank: int) -> str:
-        """A rank's address inside the lab: 10.77.NODE.1 and up; one level has a single node 0."""
+        """Return a rank's address inside the lab: 10.77.NODE.1 and up; one level has a single node 0."""
         if self.loopback:
             return "127.0.0.1"
         node, local = (0, rank) if self.between is None else divmod(rank, self.per_node)
@@ -156,7 +159,7 @@ class Topology:
         return "".join(f"{address} {name}\n::ffff:{address} {name}\n" for address, name in names.items())
 
     def nominal(self, source: int, target: int) -> Link | None:
-        """The slowest link between two ranks; None on loopback."""
+        """Return the slowest link between two ranks; None on loopback."""
         if self.loopback:
             return None
         if self.between is None or source // self.per_node == target // self.per_node:
@@ -164,13 +167,13 @@ class Topology:
         return min(self.link, self.between, key=lambda link: link.bits_per_s)
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun would tell this rank, which interface to use, and which GPU.
+        """Return a rank's environment: torchrun's variables, the interface to use, and the GPU.
 
-        `TORCHELASTIC_RUN_ID` is how Lightning knows that somebody else started the ranks: it then takes RANK
-        and WORLD_SIZE as they are. Rank 0 holds the store, so there is none of an agent's to use.
+        `TORCHELASTIC_RUN_ID` tells Lightning that the ranks are already started, so it uses RANK and
+        WORLD_SIZE as they are. Rank 0 holds the store, so no agent's store is used.
 
-        NCCL refuses two ranks of one host on one GPU. Every rank says that it is a host of its own, also the
-        ranks of one node: what they send each other goes over their links, as it should in a lab.
+        NCCL refuses two ranks of one host on one GPU. So every rank declares itself a host of its own, also
+        the ranks of one node: they send to each other over their links, as they should in a lab.
         """
         interface = "lo" if self.loopback else INTERFACE
         node, local = divmod(rank, self.per_node)
@@ -200,17 +203,18 @@ class Topology:
             "THINWIRE_LAB": json.dumps(self.describe()),
         }
 
-    def defaults(self) -> dict[str, str]:
-        """What ranks are told unless the user's environment says otherwise."""
-        return SEVERAL_SOCKETS if not self.loopback and self.link.bits_per_s > FAST_BITS_PER_S else {}
+    def defaults(self, cores: int) -> dict[str, str]:
+        """Return variables that the user's environment may override; `cores` are the machine's."""
+        fast = not self.loopback and self.link.bits_per_s > FAST_BITS_PER_S
+        return SEVERAL_SOCKETS if fast and cores >= CORES_FOR_SEVERAL * self.world else {}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A topology in the words of the command line; `topology()` checks them and fills in what is missing.
+class LabOptions:
+    """A topology as command-line options; `topology()` checks them and fills in defaults.
 
     Either `hosts` (and `link`), or `nodes` and `per_node` (and `inside` and `between`). `burst` is for all.
-    The link "loopback" is none: plain processes, not throttled.
+    The link "loopback" means no link: plain processes, not throttled.
     """
 
     hosts: int | None = None
@@ -223,15 +227,15 @@ class Plan:
     loopback: bool = False
 
     def topology(self) -> Topology:
-        """The topology, or a `LabError` that says what would work."""
+        """Return the topology, or raise a `LabError` that says what would work."""
         one = {"hosts": self.hosts, "link": self.link}
         two = {"nodes": self.nodes, "per_node": self.per_node, "inside": self.inside, "between": self.between}
         mixed = _given(one) and _given(two)
         if mixed or (self.hosts is None and (self.nodes is None or self.per_node is None)):
-            found = ", ".join(_given(one) + _given(two)) or "nothing"
+            given = ", ".join(_given(one) + _given(two)) or "nothing"
             raise LabError(
                 f"a lab is hosts and link (hosts=4, link=1gbit), or nodes, per_node, inside and between "
-                f"(nodes=2, per_node=4, inside=10gbit, between=1gbit); got {found}"
+                f"(nodes=2, per_node=4, inside=10gbit, between=1gbit); got {given}"
             )
         nodes, per_node = self.hosts or self.nodes or 0, 1 if self.hosts is not None else self.per_node or 0
         if not 1 <= nodes * per_node <= MOST_RANKS or min(nodes, per_node) < 1:

@@ -1,7 +1,7 @@
-"""Records of training runs as one page.
+"""One page of the records of training runs.
 
-`summarize` turns records into page data, `write` makes the page of them, and `rows` are the lines of its
-summary table, for the terminal.
+`summarize` turns records into page data, `write` writes the page, and `rows` returns the rows of its summary
+table, for the terminal.
 """
 
 from collections.abc import Iterable
@@ -16,5 +16,5 @@ __all__ = ["HEADER", "NOTE", "render", "rows", "save", "summarize", "title", "wr
 
 
 def write(records: Iterable[Record], path: str | Path) -> Path:
-    """Make the page of some records; the path it went to."""
+    """Write the page of some records; return its path."""
     return save(summarize(records), path)

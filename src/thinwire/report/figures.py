@@ -1,4 +1,4 @@
-"""Page data to figures, as plotly takes them: dictionaries with data and layout."""
+"""Turn page data into plotly figures: dictionaries with data and layout."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,11 +9,11 @@ from thinwire.report.theme import PARTS, SCALE, styles
 
 Plain = dict[str, Any]
 
-NARROW = 320  #: height of a figure that stands beside another
+NARROW = 320  #: height of a figure beside another
 ROW = 58  #: height of a codec with two bars
 CELL = 24  #: height of a layer
 TALLEST = 640
-NAMED = 30  #: more layers than these have no room for numbers
+NAMED = 30  #: most layers that leave room for numbers
 MODEST = 0.35
 FAINT = "#8a93a0"  #: on light and on dark pages
 DOTS: dict[str, Plain] = {
@@ -23,9 +23,9 @@ DOTS: dict[str, Plain] = {
 
 
 def figures(summary: Plain, setting: Plain) -> dict[str, Plain]:
-    """All figures of a setting by name; those without data are left out."""
+    """Return all figures of a setting by name; those without data are left out."""
     look = styles([each["codec"] for group in summary["settings"] for each in group["codecs"]])
-    found = {
+    drawn = {
         "loss-time": curves(setting, look, "seconds", "loss"),
         "loss-bytes": curves(setting, look, "sent_nbytes", "loss"),
         "accuracy-time": curves(setting, look, "seconds", "accuracy"),
@@ -34,11 +34,11 @@ def figures(summary: Plain, setting: Plain) -> dict[str, Plain]:
         "layers": layers(setting),
         "prediction": prediction(setting, look),
     }
-    return {name: figure for name, figure in found.items() if figure["data"]}
+    return {name: figure for name, figure in drawn.items() if figure["data"]}
 
 
 def curves(setting: Plain, look: dict[str, Plain], x: str, y: str) -> Plain:
-    """A line for every codec: the mean over seeds, and every seed behind it."""
+    """Draw a line for every codec: the mean over seeds, with every seed behind it."""
     data = []
     for entry in setting["codecs"]:
         style = look[entry["codec"]]
@@ -65,12 +65,12 @@ def curves(setting: Plain, look: dict[str, Plain], x: str, y: str) -> Plain:
 
 
 def _line(entry: Plain, curve: Plain, style: Plain, axes: tuple[str, str], seed: bool) -> Plain:
-    """One line; that of a seed behind a mean is thin and does not answer to the pointer."""
+    """Draw one line; that of a seed behind a mean is thin and has no hover text."""
     x, y = axes
     kept = [place for place, value in enumerate(curve[y]) if value is not None]
     values = ".1%" if y == "accuracy" else ".3f"
     along = "%{x:.3s}B" if x == "sent_nbytes" else "%{x:.1f} s"
-    found: Plain = {
+    trace: Plain = {
         "type": "scatter",
         "mode": "lines" if seed else "lines+markers",
         "name": entry["codec"],
@@ -81,20 +81,20 @@ def _line(entry: Plain, curve: Plain, style: Plain, axes: tuple[str, str], seed:
         "opacity": MODEST if seed else 1,
     }
     if seed:
-        return {**found, "hoverinfo": "skip"}
-    found["line"]["dash"] = style["dash"]
-    found["marker"] = {"color": style["colour"], "symbol": style["symbol"], "size": 7}
-    found["customdata"] = [curve["step"][place] for place in kept]
+        return {**trace, "hoverinfo": "skip"}
+    trace["line"]["dash"] = style["dash"]
+    trace["marker"] = {"color": style["colour"], "symbol": style["symbol"], "size": 7}
+    trace["customdata"] = [curve["step"][place] for place in kept]
     shown = f"{y} %{{y:{values}}}<br>step %{{customdata}}, {along}"
-    return {**found, "hovertemplate": f"<b>{entry['codec']}</b><br>{shown}<extra></extra>"}
+    return {**trace, "hovertemplate": f"<b>{entry['codec']}</b><br>{shown}<extra></extra>"}
 
 
 def steps(setting: Plain) -> Plain:
-    """Two bars for every codec: where a step goes, and what the communication thread does meanwhile."""
+    """Draw two bars for every codec: the parts of a step, and the communication thread's work in it."""
     data, names = [], [each["codec"] for each in setting["codecs"]]
     for part, colour in PARTS.items():
-        found = [each["seconds"][part] for each in setting["codecs"]]
-        if not any(found):
+        estimates = [each["seconds"][part] for each in setting["codecs"]]
+        if not any(estimates):
             continue
         thread = part not in ("compute", "wait")
         data.append(
@@ -103,7 +103,7 @@ def steps(setting: Plain) -> Plain:
                 "orientation": "h",
                 "name": part,
                 "y": names,
-                "x": [None if each is None else each["mean"] * 1e3 for each in found],
+                "x": [None if each is None else each["mean"] * 1e3 for each in estimates],
                 "offsetgroup": "communication" if thread else "step",
                 "marker": {"color": colour, "line": {"width": 0}},
                 "hovertemplate": f"<b>%{{y}}</b> {part} %{{x:.2f}} ms<extra></extra>",
@@ -143,10 +143,10 @@ def _hidden(entry: Plain) -> Plain:
 
 
 def layers(setting: Plain) -> Plain:
-    """Signal to noise of every layer under every codec; exact ones stand at the end of the scale."""
+    """Draw the signal to noise of every layer with every codec; exact layers get the end of the scale."""
     columns = [each for each in setting["codecs"] if any(not layer["exact"] for layer in each["layers"])]
     names = list(dict.fromkeys(layer["name"] for each in columns for layer in each["layers"]))
-    found = {each["codec"]: {layer["name"]: layer for layer in each["layers"]} for each in columns}
+    by_codec = {each["codec"]: {layer["name"]: layer for layer in each["layers"]} for each in columns}
     known = [
         layer["snr_db"]
         for each in columns
@@ -155,7 +155,7 @@ def layers(setting: Plain) -> Plain:
     ]
     if not known:
         return {"data": [], "layout": {}}
-    grid = [[found[each["codec"]].get(name) for each in columns] for name in names]
+    grid = [[by_codec[each["codec"]].get(name) for each in columns] for name in names]
     trace = {
         "type": "heatmap",
         "x": [each["codec"] for each in columns],
@@ -185,7 +185,7 @@ def layers(setting: Plain) -> Plain:
 def _reasons(
     codecs: Sequence[str], names: Sequence[str], grid: Sequence[Sequence[Plain | None]]
 ) -> list[Plain]:
-    """Why cells are empty: in each of them, or once in a column where there is no room for more."""
+    """Label empty cells with the reason: each cell, or once per empty column if there are many layers."""
     empty = [
         (codec, name, _why(row[column]))
         for column, codec in enumerate(codecs)
@@ -224,12 +224,12 @@ def _label(layer: Plain | None) -> str:
 def _facts(layer: Plain | None) -> str:
     if layer is None:
         return _why(layer)
-    said = _why(layer) or _label(layer) + ("" if layer["exact"] else " dB")
-    return f"{said}<br>{escape(layer['codec'])}, {layer['numel']:,} values"
+    value = _why(layer) or _label(layer) + ("" if layer["exact"] else " dB")
+    return f"{value}<br>{escape(layer['codec'])}, {layer['numel']:,} values"
 
 
 def prediction(setting: Plain, look: dict[str, Plain]) -> Plain:
-    """What auto expected of every candidate and what the candidate's own runs took, joined by a line."""
+    """Draw auto's predicted step time of every candidate and that of its own runs, joined by a line."""
     choice = setting["choice"]
     if not choice:
         return {"data": [], "layout": {}}
@@ -280,6 +280,6 @@ def _dots(kind: str, found: list[tuple[str, Plain | None]], ink: list[str]) -> P
 
 
 def _key(kind: str) -> Plain:
-    """An entry of the legend in no codec's colour."""
+    """Return an entry of the legend, in a colour that no codec has."""
     marker = {**DOTS[kind], "color": PARTS["compute"]}
     return {"type": "scatter", "mode": "markers", "name": kind, "x": [None], "y": [None], "marker": marker}

@@ -5,7 +5,7 @@
   const touch = matchMedia("(pointer: coarse)");
   const config = { responsive: true, displayModeBar: false };
 
-  const small = 640; // pixels; a narrower figure has its names above the marks, where it knows how
+  const small = 640; // pixels; a narrower figure uses its `narrow` layout, if it has one
 
   function draw(id) {
     const { data, layout: wide, narrow } = page.figures[id];
@@ -34,7 +34,7 @@
     });
   });
 
-  // on a window that changes its size, figures of two layouts may need the other one
+  // after a resize, figures with two layouts may need the other one
   let width = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === width) return;

@@ -1,4 +1,4 @@
-"""Page data to one HTML file that needs nothing else: plotly's script, figures and tables are inside."""
+"""Turn page data into one HTML file that contains all it needs: plotly's script, figures and tables."""
 
 import json
 import math
@@ -23,13 +23,13 @@ FEW = 3  #: commands shown without unfolding
 CAPTIONS = {
     "loss-time": ("Loss against time", "Lower and further left is better."),
     "loss-bytes": ("Loss against bytes sent", "Further left is fewer bytes; the axis is logarithmic."),
-    "accuracy-time": ("Accuracy against time", "On the test set. Clocks stand still while it is measured."),
+    "accuracy-time": ("Accuracy against time", "On the test set. The clock stops while it is measured."),
     "accuracy-bytes": ("Accuracy against bytes sent", "What a byte on the wire buys."),
     "steps": (
         "Where a step goes",
-        "Upper bar: the step, which is computing plus what training really waited for communication. Lower "
-        "bar: what the communication thread did in that step. It runs beside computing, so the bars do not "
-        "add up; the share that computing hides is written at its end.",
+        "Upper bar: the step, which is computing plus the time that training waited for communication. Lower "
+        "bar: the communication thread's work in that step. It runs in parallel with computing, so the bars "
+        "do not add up; the share that computing hides is written at its end.",
     ),
     "layers": (
         "Error of every layer",
@@ -39,7 +39,7 @@ CAPTIONS = {
     ),
     "prediction": (
         "Predicted and measured",
-        "What auto expected before it began, and what took place: for a candidate, in its own runs.",
+        "What auto predicted before it began, and what was measured: for a candidate, in its own runs.",
     ),
 }
 WIDE = ("steps", "layers", "prediction")
@@ -47,20 +47,20 @@ DASHES = {"solid": "", "dash": "6 4"}
 
 
 def render(summary: Plain) -> str:
-    """The whole page."""
+    """Return the whole page."""
     drawn: Plain = {}
     sections = []
     for number, setting in enumerate(summary["settings"]):
-        found = figures(summary, setting)
-        drawn |= {f"{name}-{number}": figure for name, figure in found.items()}
-        sections.append(_section(summary, number, list(found)))
+        plots = figures(summary, setting)
+        drawn |= {f"{name}-{number}": figure for name, figure in plots.items()}
+        sections.append(_section(summary, number, list(plots)))
     body = "\n".join((_header(summary), *sections, _measured(summary)))
     title = f"{summary['study']}: {summary['headline']}"
     return document(title, body, {"summary": summary, "figures": drawn})
 
 
 def document(title: str, body: str, data: Plain, sheets: tuple[str, ...] = ("page.css",)) -> str:
-    """A page around its body; the figures of `data` are drawn into the elements of their names."""
+    """Return a page around its body. Each figure of `data` is drawn into the element of its name."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -100,7 +100,7 @@ def _part(name: str) -> str:
 
 
 def _script_json(data: Plain) -> str:
-    """JSON that may stand inside a script: strict, and without anything that could end it."""
+    """Return strict JSON for a script element, without "<", which could end it."""
 
     def strict(value: Any) -> Any:
         if isinstance(value, dict):
@@ -125,27 +125,27 @@ def _header(summary: Plain) -> str:
 
 
 def _prose(words: str) -> str:
-    """Text whose numbers are not parted from their units."""
+    """Escape text; numbers stay on one line with their units."""
     return re.sub(r"([0-9]) (?=([kMG]?B|[mµ]?s|[kMG]bit/s|points)\b|±)", "\\1&nbsp;", escape(words))
 
 
 def _title(headline: str) -> str:
-    """The headline, with what stands in brackets in a softer voice."""
-    said, bracket, rest = _prose(headline).partition(" (")
-    return f"{said} <span>({rest}</span>" if bracket else said
+    """Return the headline, with the part in brackets in a fainter colour."""
+    sentence, bracket, rest = _prose(headline).partition(" (")
+    return f"{sentence} <span>({rest}</span>" if bracket else sentence
 
 
 def _lede(setting: Plain) -> str:
-    """Under the headline: what was trained where, and what auto made of it."""
+    """Return the text under the headline: what was trained, where, and what auto chose."""
     seeds = len(setting["seeds"])
     link = text.link(setting["link"])
     where = f"with links of {link}" if setting["throttled"] else "over loopback, which is not throttled"
     where = f"on {setting['gpus']}, {where}" if setting["gpus"] else where
-    said = (
+    sentence = (
         f"{setting['network']} on {setting['data']}, {setting['hosts']} hosts {where}, "
         f"{seeds} {'seeds' if seeds > 1 else 'seed'}."
     )
-    return f"{said} {_chose(setting['choice'])}" if setting["choice"] else said
+    return f"{sentence} {_chose(setting['choice'])}" if setting["choice"] else sentence
 
 
 def _chose(choice: Plain) -> str:
@@ -164,8 +164,8 @@ def _section(summary: Plain, number: int, drawn: list[str]) -> str:
     setting = summary["settings"][number]
     several = len(summary["settings"]) > 1
     look = styles([each["codec"] for group in summary["settings"] for each in group["codecs"]])
-    said = f'<p class="lede">{_prose(setting["headline"])}</p>' if number else ""
-    heading = f"<h2>{escape(table.title(setting))}</h2>{said}" if several else "<h2>Summary</h2>"
+    lede = f'<p class="lede">{_prose(setting["headline"])}</p>' if number else ""
+    heading = f"<h2>{escape(table.title(setting))}</h2>{lede}" if several else "<h2>Summary</h2>"
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in setting["notes"])
     plots = "\n".join(_figure(name, number, setting) for name in drawn)
     return f"""<section data-setting="{number}">
@@ -202,12 +202,12 @@ def _summary_row(entry: Plain, style: dict[str, str]) -> str:
 
 
 def _value(found: Plain | None) -> str:
-    """The number behind a cell, in full."""
+    """Return the number of a cell with all digits."""
     return "" if found is None else repr(found["mean"])
 
 
 def swatch(style: dict[str, str]) -> str:
-    """A codec's line and marker, as in the figures."""
+    """Draw a codec's line and marker, as in the figures."""
     colour, dash = style["colour"], DASHES[style["dash"]]
     return (
         '<svg class="swatch" width="28" height="12" viewBox="-14 -6 28 12" aria-hidden="true">'
@@ -271,7 +271,7 @@ def _candidates(choice: Plain) -> str:
 
 
 def _measured(summary: Plain) -> str:
-    """The circumstances, and how to do it again."""
+    """Return the section with settings, commands to repeat the runs, and environment."""
     settings = "".join(_facts(setting) for setting in summary["settings"])
     environment = "".join(
         f"<tr><th scope='row'>{escape(name)}</th><td>{escape(value)}</td></tr>"
@@ -296,7 +296,7 @@ def _measured(summary: Plain) -> str:
 
 def _facts(setting: Plain) -> str:
     link = text.link(setting["link"])
-    found = {
+    facts = {
         "Data set": setting["data"],
         "Network": setting["network"],
         "Hosts": setting["hosts"],
@@ -308,19 +308,19 @@ def _facts(setting: Plain) -> str:
         "Seeds": ", ".join(map(str, setting["seeds"])),
     }
     entries = "".join(
-        f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>" for name, value in found.items()
+        f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>" for name, value in facts.items()
     )
     return f'<dl class="facts">{entries}</dl>'
 
 
 def save(summary: Plain, path: str | Path) -> Path:
-    """Write the page; the path it went to."""
+    """Write the page; return its path."""
     return write(render(summary), path)
 
 
 def write(page: str, path: str | Path) -> Path:
-    """Write a rendered page, and the folder if it is not there; the path it went to."""
-    found = Path(path)
-    with writing(found):
-        found.write_text(page, encoding="utf-8")
-    return found
+    """Write a rendered page, making its folder if needed; return its path."""
+    target = Path(path)
+    with writing(target):
+        target.write_text(page, encoding="utf-8")
+    return target

@@ -1,4 +1,4 @@
-"""An axis that is coarser far below zero, so that a collapse does not flatten everything else."""
+"""An axis that is coarser far below zero, so that one collapsed run does not squeeze all others."""
 
 import math
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from thinwire.report import text
 
-FAR = 4.0  #: a gap to values so many times larger begins the coarse part
+FAR = 4.0  #: the coarse part begins at a gap to values this many times larger
 SHARE = 0.24  #: of the width, for the coarse part
 PAD = 0.07
 SMALLEST = 0.2  #: points on either side of zero that are always shown
-APART = 0.07  #: of the width, between a tick of the coarse part and the next
+APART = 0.07  #: of the width, between neighbouring ticks of the coarse part
 LOWEST, HIGHEST = -100.0, 100.0  #: of a difference of two accuracies, in points
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From points to places on the axis: as they are, and below `cut` by a factor closer."""
+    """Map points to positions on the axis. Below `cut`, distances are multiplied by `factor`."""
 
     low: float
     high: float
@@ -24,7 +24,8 @@ class Scale:
     factor: float = 1.0
 
     def place(self, value: float) -> float:
-        """
+        """Return the position of a value.
+
         >>> Scale(-80.0, 2.0, -2.0, 0.1).place(-12.0), Scale(-80.0, 2.0).place(-12.0)
         (-3.0, -12.0)
         """
@@ -39,21 +40,21 @@ class Scale:
         return self.place(self.low), self.place(self.high)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and labels."""
+        """Return positions and labels of the ticks."""
         near = _round_values(self.low if self.cut is None else self.cut, self.high, 6)
-        found = [(self.place(each), _label(each)) for each in near]
+        labelled = [(self.place(each), _label(each)) for each in near]
         if self.cut is not None:
             low, high = self.range
             last = min(near, default=self.cut)
             for each in reversed(_round_values(self.low, self.cut, 3)):
                 if self.place(last) - self.place(each) > APART * (high - low):
-                    found.append((self.place(each), _label(each)))
+                    labelled.append((self.place(each), _label(each)))
                     last = each
-        return sorted(found)
+        return sorted(labelled)
 
 
 def fit(marks: Sequence[float], intervals: Sequence[tuple[float, float, float]]) -> Scale:
-    """A scale for marks and for intervals, given as mean, low and high; all in points."""
+    """Return a scale for marks and for intervals (mean, low, high), all in points."""
     cut = _gap(marks)
     near = [each for each in marks if cut is None or each >= cut]
     for mean, low, high in intervals:
@@ -72,15 +73,17 @@ def fit(marks: Sequence[float], intervals: Sequence[tuple[float, float, float]])
 
 
 def _gap(marks: Sequence[float]) -> float | None:
-    """A value in the widest gap below zero, if it is wide."""
-    found = sorted(-each for each in marks if each < 0)
-    pairs = [(two / max(one, 1.0), -(one + two) / 2) for one, two in zip([0.0, *found], found, strict=False)]
+    """Return the middle of the widest gap below zero, if it is wide."""
+    depths = sorted(-each for each in marks if each < 0)
+    pairs = [
+        (two / max(one, 1.0), -(one + two) / 2) for one, two in zip([0.0, *depths], depths, strict=False)
+    ]
     ratio, middle = max(pairs, default=(0.0, 0.0))
     return middle if ratio >= FAR else None
 
 
 def _round_values(low: float, high: float, count: int) -> list[float]:
-    """About so many multiples of 1, 2 or 5 times a power of ten."""
+    """Return about `count` multiples of 1, 2 or 5 times a power of ten."""
     wanted = (high - low) / count
     power = 10.0 ** math.floor(math.log10(wanted))
     step = next(power * each for each in (1, 2, 5, 10) if power * each >= wanted * 0.999)

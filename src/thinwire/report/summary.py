@@ -1,4 +1,4 @@
-"""Records to page data: plain dictionaries and lists, from which the page and the table are made."""
+"""Turn records into page data: dictionaries and lists, from which the page and the table are made."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -21,30 +21,30 @@ Plain = dict[str, Any]
 
 
 def summarize(records: Iterable[Record]) -> Plain:
-    """All that the page shows. Runs that differ in more than codec and seed are told apart as settings."""
-    found = list({record.trial.key: record for record in records}.values())
-    if not found:
+    """Return all that the page shows. Runs that differ in more than codec and seed form separate settings."""
+    unique = list({record.trial.key: record for record in records}.values())
+    if not unique:
         raise ThinwireError("there are no records to report; train first, for instance with: thinwire demo")
     grouped: dict[tuple[Any, ...], list[Record]] = {}
-    for record in found:
+    for record in unique:
         grouped.setdefault(tuple(getattr(record.trial, name) for name in SETTING), []).append(record)
     settings = [_setting(group) for group in grouped.values()]
-    settings.sort(key=lambda setting: not setting["throttled"])  # what says more about wires comes first
+    settings.sort(key=lambda setting: not setting["throttled"])  # throttled links say more about codecs
     return {
-        "study": ", ".join(sorted({record.trial.study for record in found})),
+        "study": ", ".join(sorted({record.trial.study for record in unique})),
         "headline": settings[0]["headline"],
         "settings": settings,
-        "environment": _environment(found),
-        "commands": list(dict.fromkeys(record.command for record in found if record.command)),
+        "environment": _environment(unique),
+        "commands": list(dict.fromkeys(record.command for record in unique if record.command)),
     }
 
 
 def _setting(records: Sequence[Record]) -> Plain:
-    """Runs that differ in codec and seed only."""
+    """Summarize runs that differ in codec and seed only."""
     trial = records[0].trial
     groups = {name: [each for each in records if each.trial.codec == name] for name in _codecs(records)}
     codecs = [_codec(name, runs, groups.get(BASE, [])) for name, runs in groups.items()]
-    found = {
+    setting = {
         **{name: getattr(trial, name) for name in SETTING},
         "throttled": trial.link != text.LOOPBACK,
         "gpus": _gpus(records),
@@ -53,11 +53,11 @@ def _setting(records: Sequence[Record]) -> Plain:
         "codecs": codecs,
         "choice": _choice(groups),
     }
-    return {**found, "headline": headline(found), "notes": _notes(found)}
+    return {**setting, "headline": headline(setting), "notes": _notes(setting)}
 
 
 def _gpus(records: Sequence[Record]) -> str | None:
-    """What the hosts computed on, in words; None if that was no GPU."""
+    """Describe the GPUs of the hosts; None if they computed on CPUs."""
     if records[0].trial.device == "cpu":
         return None
     lab = records[0].environment.get("lab", {})
@@ -65,12 +65,13 @@ def _gpus(records: Sequence[Record]) -> str | None:
     if not lab.get("gpu_shared"):
         return f"{text.listed(list(dict.fromkeys(names)))}, one for each host" if lab else "GPU"
     count = "one" if len(names) == 1 else str(len(names))
-    served = {"none": "without MPS"}.get(str(lab.get("mps", "")).split(":")[0], "with MPS")
-    return f"{count} {text.listed(list(dict.fromkeys(names)))} for all hosts, {served}"
+    mps = str(lab.get("mps", ""))
+    served = "" if not mps else ", without MPS" if mps.startswith("none") else ", with MPS"
+    return f"{count} {text.listed(list(dict.fromkeys(names)))} for all hosts{served}"
 
 
 def _codecs(records: Sequence[Record]) -> list[str]:
-    """Names in the order of the page: the base first, then from many bytes to few, auto at the end."""
+    """Return names in the order of the page: the base, then from many bytes to few, then auto."""
     sent: dict[str, list[float]] = {}
     for record in records:
         sent.setdefault(record.trial.codec, []).append(record.sent_nbytes_per_step)
@@ -83,7 +84,7 @@ def _codecs(records: Sequence[Record]) -> list[str]:
 
 
 def _codec(name: str, runs: Sequence[Record], base: Sequence[Record]) -> Plain:
-    """A row of the table and the curves of a codec."""
+    """Return a codec's row of the table and its curves."""
     runs = sorted(runs, key=lambda run: run.trial.seed)
     curves = [_curve(run) for run in runs]
     return {
@@ -119,7 +120,7 @@ def _step_s(record: Record) -> float:
 
 
 def _run_s(record: Record) -> float:
-    """Of all steps, those too in which `auto` measured."""
+    """Seconds of all steps, including those in which `auto` measured."""
     return record.points[-1].seconds
 
 
@@ -145,7 +146,7 @@ def _curve(run: Record) -> Plain:
 
 
 def _mean_curve(curves: Sequence[Plain]) -> Plain:
-    """The mean over seeds at every step that all of them have."""
+    """Return the mean over seeds at every step that all of them have."""
     places = [{step: place for place, step in enumerate(curve["step"])} for curve in curves]
     shared = [step for step in curves[0]["step"] if all(step in each for each in places)]
     mean: Plain = {"step": shared}
@@ -158,12 +159,12 @@ def _mean_curve(curves: Sequence[Plain]) -> Plain:
 
 
 def _layers(runs: Sequence[Record]) -> list[Plain]:
-    """What the codec did to every layer: the mean over seeds of the decibels, and the first seed's facts."""
-    found = []
+    """Return every layer's signal to noise, as mean over seeds of decibels, and the first seed's facts."""
+    layers = []
     for number, layer in enumerate(runs[0].layers):
         same = [run.layers[number] for run in runs if len(run.layers) == len(runs[0].layers)]
         known = [each.snr_db for each in same if each.snr_db is not None]
-        found.append(
+        layers.append(
             {
                 "name": layer.name,
                 "codec": ", ".join(dict.fromkeys(each.codec for each in same)),
@@ -173,11 +174,11 @@ def _layers(runs: Sequence[Record]) -> list[Plain]:
                 "exact": all(each.error == 0 for each in same),
             }
         )
-    return found
+    return layers
 
 
 def _choice(groups: dict[str, list[Record]]) -> Plain | None:
-    """What auto expected of its candidates, beside what the candidates' own runs and auto's runs took."""
+    """Return auto's predictions for its candidates, beside the times of the candidates' and auto's runs."""
     runs = groups.get(LAST, [])  # a short run may end before anything is chosen
     choices = [run.choice for run in runs if run.choice and run.choice["predicted_step_s"] is not None]
     if not choices:
@@ -210,10 +211,10 @@ def _candidate(name: str, choices: Sequence[Plain], runs: Sequence[Record]) -> P
 
 
 def _notes(setting: Plain) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """Return what a reader must know before trusting the numbers."""
     notes = []
     if not setting["throttled"]:
-        notes.append("The link is loopback: not throttled, so speed-ups here say nothing about a wire.")
+        notes.append("The link is loopback: not throttled, so speed-ups here say nothing about a network.")
     if setting["gpus"] and "for all" in setting["gpus"]:
         notes.append(
             f"The hosts share a GPU ({setting['gpus']}): computing takes longer than with a GPU for each."
@@ -238,14 +239,14 @@ def _notes(setting: Plain) -> list[str]:
 
 
 def _environment(records: Sequence[Record]) -> list[list[str]]:
-    """Where it was measured, as name and value; several values where records differ."""
-    found: dict[str, list[str]] = {}
+    """Return the environment as names and values; several values where records differ."""
+    environment: dict[str, list[str]] = {}
     for record in records:
         for name, value in _flat(record.environment):
-            values = found.setdefault(name, [])
+            values = environment.setdefault(name, [])
             if value not in values:
                 values.append(value)
-    return [[name, _joined(sorted(values))] for name, values in found.items()]
+    return [[name, _joined(sorted(values))] for name, values in environment.items()]
 
 
 def _flat(entries: Plain, above: str = "") -> Iterable[tuple[str, str]]:
@@ -257,5 +258,5 @@ def _flat(entries: Plain, above: str = "") -> Iterable[tuple[str, str]]:
 
 
 def _joined(values: list[str]) -> str:
-    """All of a few values; first and last of many, such as dates."""
+    """Join a few values; of many, such as dates, only the first and the last."""
     return ", ".join(values) if len(values) <= 3 else f"{values[0]} to {values[-1]}"

@@ -27,12 +27,12 @@ NOTE = (
 
 
 def cell(entry: dict[str, Any], name: str, show: Callable[[Estimate], str]) -> str:
-    """An entry of a codec as text."""
+    """Return an entry of a codec as text."""
     return text.NOTHING if entry[name] is None else show(Estimate(**entry[name]))
 
 
 def rows(summary: dict[str, Any], number: int | None = None) -> list[tuple[str, ...]]:
-    """The rows under `HEADER`: of all settings, or of one by its number."""
+    """Return the rows under `HEADER`: of all settings, or of one by its number."""
     settings = summary["settings"] if number is None else [summary["settings"][number]]
     return [_row(entry) for setting in settings for entry in setting["codecs"]]
 
@@ -43,7 +43,7 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def title(setting: dict[str, Any]) -> str:
-    """What a setting is, in one line."""
+    """Describe a setting in one line."""
     link = text.link(setting["link"])
     seeds = setting["seeds"]
     return ", ".join(

@@ -1,4 +1,4 @@
-"""Numbers as people like to read them."""
+"""Numbers as readable text."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def short(value: float, digits: int = 3) -> str:
     if not value:
         return "0"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    rounded = round(value, places)  # 9.996 becomes 10.00: once more, with a place less
+    rounded = round(value, places)  # 9.996 becomes 10.00: count again, with one place less
     places = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
     return f"{rounded:,.{places}f}".replace("-", MINUS)
 
@@ -96,13 +96,13 @@ def signed(value: float) -> str:
 
 
 def minus(words: str) -> str:
-    """Numbers with minus signs in place of hyphens, and no sign at zero.
+    """Replace hyphens before numbers by minus signs, and remove the sign of zero.
 
     >>> minus("-0.50 to +0.25") == f"{MINUS}0.50 to +0.25", minus("-0.00"), minus("<8, -8>, a-1")[-3:]
     (True, '0.00', 'a-1')
     """
-    found = re.sub(r"(?<!\w)[-+](?=0\.0+(?![0-9]))", "", words)
-    return re.sub(r"(?<!\w)-(?=[0-9])", MINUS, found)
+    without_zero_signs = re.sub(r"(?<!\w)[-+](?=0\.0+(?![0-9]))", "", words)
+    return re.sub(r"(?<!\w)-(?=[0-9])", MINUS, without_zero_signs)
 
 
 def link(name: str) -> str:
@@ -110,12 +110,12 @@ def link(name: str) -> str:
     >>> link("100mbit"), link("2.5gbit"), link("loopback")
     ('100 Mbit/s', '2.5 Gbit/s', 'loopback')
     """
-    found = re.fullmatch(r"([0-9.]+)([kmg]bit)", name)
-    return f"{found[1]} {UNITS[found[2]]}" if found else name
+    match = re.fullmatch(r"([0-9.]+)([kmg]bit)", name)
+    return f"{match[1]} {UNITS[match[2]]}" if match else name
 
 
 def measure(data: str) -> str:
-    """What the accuracy of a set is called.
+    """Return what the accuracy of a set is called.
 
     >>> measure("mnist"), measure("sotu")
     ('accuracy', 'next-byte accuracy')

@@ -1,8 +1,8 @@
 """Colours and line styles: a codec looks the same in every figure.
 
-Every known codec's colour has a contrast of 3 to 1 or more with the light and the dark page, and to people
-who see no red, no green or no blue any two of them still differ by 19 or more in CIELAB. Their markers differ
-as well. The line of auto is dashed, because it often lies on that of the codec it chose.
+Every known codec's colour has a contrast of 3 to 1 or more with the light and the dark page. For people who
+see no red, no green or no blue, any two colours still differ by 19 or more in CIELAB. Markers differ as well.
+The line of auto is dashed, because it often covers that of the codec it chose.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ MARKS = {
     "onebit": "triangle-down",
     "auto": "cross",
 }
-#: Every marker as a path of an SVG picture around the origin, for legends outside of figures.
+#: Every marker as an SVG path around the origin, for legends outside figures.
 SHAPES = {
     "square": "M-4-4h8v8h-8z",
     "triangle-up": "M0-5L5 4H-5z",
@@ -34,7 +34,7 @@ SHAPES = {
     "cross": "M-1.5-5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z",
 }
 DASHED = ("auto", "plain")
-#: The parts of a step, in colours no codec has.
+#: The parts of a step, in colours that no codec has.
 PARTS = {"compute": "#a3adb8", "wait": "#f0b429", "encode": "#c9a27a", "wire": "#8f6540", "decode": "#e3cfb4"}
 #: From much noise to little.
 SCALE = [[0.0, "#fdf0d5"], [0.25, "#cfe3ee"], [0.65, "#85b7dd"], [1.0, "#174a80"]]
@@ -42,7 +42,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 
 
 def styles(names: list[str]) -> dict[str, dict[str, str]]:
-    """Colour, dash and marker of every codec; those without colours of their own take spare ones in turn."""
+    """Return colour, dash and marker of every codec; those without their own take spare colours in turn."""
     spare = [name for name in sorted(names) if name not in KNOWN]
     return {name: _style(name, spare) for name in names}
 
@@ -60,7 +60,7 @@ def _style(name: str, spare: list[str]) -> dict[str, str]:
 
 
 def template(ink: str, faint: str, grid: str, surface: str) -> dict[str, Any]:
-    """How plotly draws what a figure does not say itself."""
+    """Return plotly's defaults for what a figure does not set itself."""
     axis = {
         "gridcolor": grid,
         "zeroline": False,

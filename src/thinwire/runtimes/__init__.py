@@ -1,1 +1,1 @@
-"""Who answers a schedule's requests: real processes, ranks in one process, or a pencil that only counts."""
+"""Runtimes answer a schedule's requests: across processes, in one process, or in a trace that only counts."""

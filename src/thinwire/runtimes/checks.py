@@ -1,4 +1,4 @@
-"""What is refused of what callers pass, before anything is sent."""
+"""Checks of callers' arguments, before anything is sent."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """One tensor, or several, as a list."""
+    """Return one tensor, or several, as a list."""
     if isinstance(tensors, Tensor):
         return [tensors]
     if isinstance(tensors, str) or not isinstance(tensors, Sequence):
@@ -20,7 +20,7 @@ def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_written(tensors: Sequence[Tensor]) -> None:
-    """That results can be written into these tensors."""
+    """Refuse tensors into which results cannot be written."""
     for x in tensors:
         if x.is_neg() or torch._debug_has_internal_overlap(x) == 1:
             raise InputError(
@@ -30,7 +30,7 @@ def check_written(tensors: Sequence[Tensor]) -> None:
 
 
 def check(tensors: Sequence[Tensor]) -> torch.device:
-    """That all are of one dtype, on one device; which is returned."""
+    """Check that all tensors have one dtype and one device; return the device."""
     if not tensors:
         raise InputError("expected a tensor, or several; got an empty list")
     for x in tensors:
@@ -41,15 +41,15 @@ def check(tensors: Sequence[Tensor]) -> torch.device:
         if x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
             raise InputError(f"expected a dense tensor on cpu or cuda, got {x.layout} on {x.device}")
     if len({(x.dtype, x.device) for x in tensors}) > 1:
-        found = sorted({f"{x.dtype} on {x.device}" for x in tensors})
+        kinds = sorted({f"{x.dtype} on {x.device}" for x in tensors})
         raise InputError(
-            f"tensors of one call must be of one dtype and on one device, not {', '.join(found)}"
+            f"tensors of one call must be of one dtype and on one device, not {', '.join(kinds)}"
         )
     return tensors[0].device
 
 
 def check_name(name: object) -> None:
-    """That a name is a text, or several are."""
-    several = list(name) if isinstance(name, list | tuple) else [name]
-    if not several or not all(isinstance(each, str) for each in several):
-        raise InputError(f"name is a text, or a list of one for every tensor, not {name!r}")
+    """Refuse a name that is neither a string nor a list of strings."""
+    names = list(name) if isinstance(name, list | tuple) else [name]
+    if not names or not all(isinstance(each, str) for each in names):
+        raise InputError(f"name must be a string, or a list with one string per tensor, not {name!r}")

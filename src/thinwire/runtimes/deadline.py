@@ -1,4 +1,4 @@
-"""Calls that may never return, such as those to a store whose host is frozen or cut off."""
+"""Calls that may never return, such as those to a store whose host is frozen or unreachable."""
 
 import threading
 from collections.abc import Callable
@@ -8,20 +8,22 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """What a call returns, or something else if that takes too long or fails. The call itself may go on.
+    """Return the result of a call, or `otherwise` if it takes too long or fails.
+
+    The call itself may continue in its thread.
 
     >>> within(1.0, lambda: 7, 0)
     7
     """
-    found: list[T] = []
+    results: list[T] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except Exception:  # noqa: BLE001
             return
 
     thread = threading.Thread(target=run, name="thinwire deadline", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else otherwise
+    return results[0] if results else otherwise

@@ -1,8 +1,8 @@
-"""A collective call, cut into pieces that can be in flight at the same time.
+"""A collective call, split into pieces that can be in flight at the same time.
 
-While one piece is on the wire the next is encoded and the one before is decoded. Where a tensor is cut
-follows from its size, the codec and the schedule alone, so every runtime cuts alike. Small tensors of
-a bucket travel together in one piece.
+While one piece is sent, the next is encoded and the one before is decoded. Where a tensor is split depends
+only on its size, the codec and the schedule, so every runtime splits it equally. Small tensors of a bucket
+travel together in one piece.
 """
 
 import zlib
@@ -24,13 +24,13 @@ from thinwire.rounding import Stream
 from thinwire.schedules import Buffers, Exchanges, Request, Schedule
 from thinwire.schedules.agree import Agreement
 from thinwire.schedules.batch import Agreed, Batch, Item
-from thinwire.schedules.use import use
+from thinwire.schedules.batch_run import run_of
 
 PIECE = 1 << 20  #: elements that travel together
 WINDOW = 4  #: pieces in flight
-AGREEMENT = 126  #: the number of the piece in which ranks agree on scales
+AGREEMENT = 126  #: piece number of the exchange in which ranks agree on scales
 
-#: A piece that has not begun: it begins once it gets buffers.
+#: A piece that has not begun: the call with its buffers begins it.
 Start: TypeAlias = Callable[[Buffers], Exchanges]
 
 
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Call:
-    """What all ranks must call alike.
+    """The part of a call that must be equal on all ranks.
 
     >>> print(Call("all_to_all", "int8/256", (), "float32"))
     all_to_all of float32 elements with codec int8/256
@@ -56,7 +56,7 @@ class Call:
     numels: tuple[int, ...]
     dtype: str
     schedule: str = ""
-    detail: str = ""  #: source, reduction, sizes: whatever else must agree
+    detail: str = ""  #: source, reduction, sizes: everything else that must be equal
     random: bool = False  #: whether a codec rounds at random
 
     def __str__(self) -> str:
@@ -75,18 +75,18 @@ class Call:
 
 @dataclass
 class Job:
-    """A call on one rank: an agreement first, if the codec asks for one, then pieces."""
+    """A call on one rank: an agreement on scales first, if the codec needs one, then pieces."""
 
     call: Call
     starts: Callable[[], Iterator[Start]]
     agreement: Exchanges | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     adds: bool = False  #: whether the network adds
-    result: object = None  #: what the work's future gives
-    ready: torch.cuda.Event | None = None  #: when the tensors may be read
-    after: Callable[[], None] | None = None  #: at the very end: copies to where results belong
-    clock: Clock | None = None  #: that counts the time it takes
-    plan: "Plan | None" = None  #: that it is a step of
+    result: object = None  #: the result of the work's future
+    ready: torch.cuda.Event | None = None  #: after which the tensors may be read
+    after: Callable[[], None] | None = None  #: called at the end; copies results into the caller's tensors
+    clock: Clock | None = None  #: counts the time of the job
+    plan: "ReducePlan | None" = None  #: the plan of which this job is a step
     vectors: Sequence[Tensor] = ()  #: of that step
     rng: Stream | None = None  #: of that step, if it rounds at random
 
@@ -95,13 +95,15 @@ def spans(
     numels: Sequence[int],
     codecs: Sequence[Codec],
     schedule: Schedule,
+    *,
     piece: int = 0,
     together: int = 0,
+    shapes: Sequence[tuple[int, ...]] = (),
 ) -> Iterator[list[Span]]:
-    """What travels together: a part of a large tensor, or several small ones.
+    """Yield the spans that travel together: a part of a large tensor, or several small tensors.
 
-    Where a tensor is cut does not depend on `together`; if that is more than a piece, as many of them travel.
-    But what the network adds, element by element, is not cut up to that size.
+    A tensor is split by elements (`piece`). `together` is the bytes of wire up to which parts share an
+    exchange; 0 means one piece's elements. Tensors that the network adds are not split up to that size.
 
     >>> from thinwire import codecs, schedules
     >>> int8 = codecs.get("int8/256")
@@ -114,20 +116,27 @@ def spans(
     small: list[Span] = []
     size = 0
     for i, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
-        whole = schedule.whole or not codec.grain or (schedule.adds and numel <= together)
+        nbytes = partial(schedule.wire_nbytes, codec, shape=shapes[i] if shapes else (numel,))
+        weigh, most = (nbytes, together) if together else (_same, piece)
+        whole = schedule.whole or not codec.grain or (schedule.adds and nbytes(numel) <= together)
         step = numel if whole else _multiple(max(piece, numel >> 3), codec.grain)
-        if numel > step and step > together:
+        if numel > step and (not together or nbytes(step) > together):
             yield from ([Span(i, at, min(at + step, numel))] for at in range(0, numel, step))
             continue
         for at in range(0, numel, step or 1):
             span = Span(i, at, min(at + step, numel))
-            if small and size + span.stop - span.start > max(piece, together):
+            weight = weigh(span.stop - span.start)
+            if small and size + weight > most:
                 yield small
                 small, size = [], 0
             small.append(span)
-            size += span.stop - span.start
+            size += weight
     if small:
         yield small
+
+
+def _same(numel: int) -> int:
+    return numel
 
 
 def _multiple(numel: int, grain: int) -> int:
@@ -136,25 +145,25 @@ def _multiple(numel: int, grain: int) -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place in a world; `inside` is how many ranks a node has."""
+    """This rank, the world size and the ranks per node."""
 
     rank: int
     world: int
-    inside: int = 1
+    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True)
 class Named:
-    """Names under which a call leaves residuals, and the sizes that all ranks pass under them."""
+    """The names under which a call keeps residuals, and the sizes that all ranks pass under them."""
 
     op: str
     names: tuple[tuple[Channel, str, tuple[int, ...]], ...] = ()
     schedule: str = ""
 
     def claim(self) -> None:
-        """Refuse names that owe something of other sizes, and note the sizes: when the call is made.
+        """Refuse names that have residuals of other sizes, and note the sizes.
 
-        Not when it begins, which may be later on one rank than on another: all refuse the same calls.
+        This runs when a call is made, before it begins, so that all ranks refuse the same calls.
         """
         for channel, name, sizes in self.names:
             channel.check_sizes(self.op, name, sizes, self.schedule)
@@ -162,12 +171,12 @@ class Named:
             channel.note_sizes(self.op, name, sizes, self.schedule)
 
     def release(self) -> None:
-        """The call was refused: what it claimed is not known any more."""
+        """Forget the sizes of a call that was refused."""
         for channel, name, _ in self.names:
             channel.forget_sizes(self.op, name)
 
     def begun(self, start: Start, buffers: Buffers) -> Exchanges:
-        """The first piece of a call. If residuals do not fit it, nothing is known of the names' sizes."""
+        """Run the first piece of a call; if a residual does not fit, forget the sizes of all names."""
         try:
             steps = start(buffers)
             first = next(steps, None)
@@ -179,11 +188,11 @@ class Named:
             yield from steps
 
 
-class Plan:
-    """An all-reduce of tensors of known sizes and places, worked out once for one rank.
+class ReducePlan:
+    """The plan of an all-reduce of tensors of known sizes and places, made once for one rank.
 
-    `items` are whole tensors, in one or several flat vectors. They travel in pieces: `together` elements at a
-    time, if they are small or the schedule allows to cut them. In a world of one rank nothing travels.
+    `items` are whole tensors, in one or several flat vectors. They travel in pieces of `together` bytes of
+    wire, if they are small or the schedule can split them. In a world of one rank nothing is sent.
     """
 
     def __init__(
@@ -198,30 +207,31 @@ class Plan:
     ) -> None:
         self.items, self.schedule, self.call = tuple(items), schedule, call
         self._here, self._how = here, {"weight": weight, "together": together}
-        self.place: int | None = None  #: which of a runtime's streams it uses
-        self.recordings: dict[tuple[int, ...], Any] = {}  #: kept by a runtime, by where the vectors are
-        owing = tuple((item.channel, item.name, (item.numel,)) for item in items if item.codec.feedback)
-        self.named = Named(call.op, owing, schedule.spec)
+        self.place: int | None = None  #: index of the runtime's stream that it uses first
+        self.recordings: dict[tuple[int, ...], Any] = {}  #: kept by a runtime, by the vectors' addresses
+        names = tuple((item.channel, item.name, (item.numel,)) for item in items if item.codec.feedback)
+        self.named = Named(call.op, names, schedule.spec)
         self.agreement = Agreement(self.items if here.world > 1 else (), here.rank, here.world)
         numels = [item.numel if here.world > 1 else 0 for item in items]
-        groups = spans(numels, [item.codec for item in items], schedule, together=together)
+        shapes = [item.shape or (item.numel,) for item in items]
+        groups = spans(numels, [item.codec for item in items], schedule, together=together, shapes=shapes)
         self.batches = [
             Batch(
                 [_part(items[span.tensor], span) for span in group],
                 here.rank,
                 here.world,
                 weight,
-                here.inside,
+                here.ranks_per_node,
             )
             for group in groups
         ]
 
-    def like(self, items: Sequence[Item]) -> "Plan":
-        """The same call with other items, of the same sizes."""
-        return Plan(items, self.schedule, self._here, self.call, **self._how)  # type: ignore[arg-type]
+    def like(self, items: Sequence[Item]) -> "ReducePlan":
+        """Return the same plan for other items of the same sizes."""
+        return ReducePlan(items, self.schedule, self._here, self.call, **self._how)  # type: ignore[arg-type]
 
     def job(self, vectors: Sequence[Tensor], rng: Stream | None = None) -> Job:
-        """The job of one call; names that owe something of another size are refused."""
+        """Return the job of one call; refuse names that have residuals of another size."""
         self.named.claim()
         agreed: list[Agreed] = []
         clock = self.items[0].channel.clock
@@ -241,7 +251,7 @@ class Plan:
 
 
 def _part(item: Item, span: Span) -> Item:
-    """What a span is of a tensor."""
+    """Return the part of a tensor's item that a span covers."""
     if span.stop - span.start == item.numel:
         return item
     return replace(
@@ -262,7 +272,7 @@ def _piece(
     clock: Clock | None,
     buffers: Buffers,
 ) -> Exchanges:
-    steps = schedule.steps(use(batch, buffers).begin(vectors, rng, agreed[0] if agreed else None))
+    steps = schedule.steps(run_of(batch, buffers).begin(vectors, rng, agreed[0] if agreed else None))
     return steps if clock is None else _timed(steps, clock, vectors[0].device)
 
 
@@ -279,7 +289,7 @@ def _timed(steps: Exchanges, clock: Clock, device: torch.device) -> Exchanges:
 def single(
     call: Call, steps: Callable[[Buffers], Exchanges], device: torch.device, named: Named | None = None
 ) -> Job:
-    """The job of a collective that is one piece."""
+    """Return the job of a collective that is one piece."""
     if named is not None:
         named.claim()
         steps = partial(named.begun, steps)
@@ -287,14 +297,14 @@ def single(
 
 
 class Pending(Protocol):
-    """An exchange under way."""
+    """An exchange in flight."""
 
     def wait(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Timed:
-    """An exchange under way whose wait is counted."""
+    """An exchange in flight; a clock counts the wait for it."""
 
     pending: Pending
     clock: Clock
@@ -307,7 +317,7 @@ class Timed:
 
 
 class Post(Protocol):
-    """Start an exchange: the request, the number of the piece and the number of the exchange in it."""
+    """Start an exchange, given the request, the number of the piece and the exchange's number in it."""
 
     def __call__(self, request: Request, piece: int, exchange: int) -> Pending: ...
 
@@ -324,10 +334,10 @@ class _Flight:
 
 
 class Flights:
-    """Pieces in flight. The one that has waited longest is resumed first.
+    """Pieces in flight. The piece that has waited longest is resumed first.
 
-    So the order of exchanges follows from the schedules alone, not from who is faster. `enter` is told whose
-    buffers are used next.
+    So the order of exchanges depends on the schedules alone, not on which piece is faster. `enter` is called
+    with the buffers that are used next.
     """
 
     def __init__(
@@ -349,7 +359,7 @@ class Flights:
         return self._resume(_Flight(start(buffers), buffers, post, piece, owner))
 
     def resume(self) -> tuple[object, bool]:
-        """Wait for the oldest exchange and go on with its piece; the owner, and whether it goes on."""
+        """Wait for the oldest exchange and resume its piece; return its owner, and whether it continues."""
         flight = self._flying[0]
         assert flight.pending is not None
         self._enter(flight.buffers)

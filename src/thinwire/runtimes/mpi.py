@@ -1,4 +1,4 @@
-"""Jobs on the ranks of an MPI communicator, by way of mpi4py: the same schedules, the same bits.
+"""The runtime of an MPI communicator, through mpi4py: the same schedules, the same bits.
 
     mpirun -n 4 python -m mpi4py train.py
 
@@ -6,14 +6,13 @@
     mpi.all_reduce(gradient, "int8/256", op="avg")
 
 Every exchange is one of MPI's own non-blocking calls on bytes in host memory: `Iallgatherv`, `Ialltoallv`,
-`Iallreduce`, or `Isend` with `Irecv`. Several pieces are in flight, and MPI matches its collectives by their
-order, which follows from the schedules alone. They run on a duplicate of the caller's communicator and never
-meet the caller's own messages.
+`Iallreduce`, or `Isend` with `Irecv`. Several pieces are in flight. MPI matches its collectives by their
+order, which depends on the schedules alone. They run on a duplicate of the caller's communicator, so they
+never match the caller's own messages.
 
-MPI has no time-outs. So ranks compare every call before anything else (a few microseconds), and one that
-calls something else is a `Disagreement` on all of them. When a process dies, mpirun ends the whole job; when
-one merely raises, the others would wait for ever, unless Python was started with `-m mpi4py`, which makes an
-uncaught exception end the job, too.
+MPI has no time-outs. So ranks compare every call first (a few microseconds); if calls differ, all ranks raise
+a `Disagreement`. When a process dies, mpirun ends the whole job. When a process only raises, the others would
+wait for ever, unless Python was started with `-m mpi4py`: then an uncaught exception ends the job, too.
 """
 
 import functools
@@ -37,10 +36,10 @@ from thinwire.errors import (
     is_refusal,
 )
 from thinwire.rounding import Stream
-from thinwire.runtimes.arguments import SUM, AnyCodec, Plans, all_reduce_job
+from thinwire.runtimes.arguments import SUM, AnyCodec, PlanCache, all_reduce_job
 from thinwire.runtimes.checks import check, listed
-from thinwire.runtimes.job import AGREEMENT, Call, Job, Pending, Plan, drive
-from thinwire.runtimes.work import Letter, Work
+from thinwire.runtimes.job import AGREEMENT, Call, Job, Pending, ReducePlan, drive
+from thinwire.runtimes.work import MessageWork, Work
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, SendRecv
 from thinwire.schedules.exchange import arriving, fill, starts
 
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 LARGEST = (1 << 31) - 1  #: bytes of a buffer: MPI counts them in 32 bits
-TAGS = 1 << 15  #: tags that every MPI library has
+TAGS = 1 << 15  #: every MPI library has at least so many tags
 
 
 def all_reduce(
@@ -61,42 +60,43 @@ def all_reduce(
     name: str | Sequence[str] = "tensor",
     rng: Stream | None = None,
 ) -> None:
-    """`thinwire.all_reduce` over the ranks of a communicator (by default COMM_WORLD); returns when done.
+    """Run `thinwire.all_reduce` over the ranks of a communicator (by default COMM_WORLD); blocks until done.
 
-    Tensors are on the CPU. `name` and `rng` are as there.
+    Tensors are on the CPU. `name` and `rng` are as in `thinwire.all_reduce`.
     """
     tensors = listed(tensor)
-    here = line(comm, check(tensors))
-    here.run(all_reduce_job(tensors, codec, op, schedule, here, name, rng))
+    runtime = runtime_of(comm, check(tensors))
+    runtime.run(all_reduce_job(tensors, codec, op, schedule, runtime, name, rng))
 
 
-def line(comm: "MPI.Intracomm | None", device: torch.device) -> "Line":
-    """The line of a communicator, for tensors on a device.
+def runtime_of(comm: "MPI.Intracomm | None", device: torch.device) -> "MpiRuntime":
+    """Return the runtime of a communicator, for tensors on a device.
 
-    The first call on a communicator makes it, and all of its ranks take part in that. It is kept as an
-    attribute of the communicator and goes when that is freed.
+    The first call on a communicator makes the runtime, and all ranks take part in that. The runtime is kept
+    as an attribute of the communicator and is freed with it.
     """
     if device.type != "cpu":
         raise InputError(
-            f"the MPI runtime moves bytes of host memory, and this tensor is on {device}; pass tensor.cpu(), "
+            f"the MPI runtime sends bytes of host memory, but this tensor is on {device}; pass tensor.cpu(), "
             "or call thinwire.all_reduce on a torch.distributed process group"
         )
-    found = library().COMM_WORLD if comm is None else comm
-    if not isinstance(found, library().Intracomm):
+    communicator = library().COMM_WORLD if comm is None else comm
+    if not isinstance(communicator, library().Intracomm):
         raise InputError(
-            f"expected an intracommunicator of mpi4py with this rank in it, e.g. COMM_WORLD, not {found!r}"
+            "expected an intracommunicator of mpi4py with this rank in it, e.g. COMM_WORLD, "
+            f"not {communicator!r}"
         )
-    held = found.Get_attr(_key())
-    if held is None:
-        held = Line(found)
-        found.Set_attr(_key(), held)
-    assert isinstance(held, Line)
-    return held
+    runtime = communicator.Get_attr(_key())
+    if runtime is None:
+        runtime = MpiRuntime(communicator)
+        communicator.Set_attr(_key(), runtime)
+    assert isinstance(runtime, MpiRuntime)
+    return runtime
 
 
 @functools.cache
 def library() -> ModuleType:
-    """mpi4py's MPI, loaded (and MPI started) when it is first needed."""
+    """Return mpi4py's MPI module; the first call loads it and starts MPI."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -109,11 +109,11 @@ def library() -> ModuleType:
 
 @functools.cache
 def _key() -> int:
-    """Under which communicators keep their lines."""
+    """Return the key under which communicators keep their runtimes."""
 
-    def drop(comm: "MPI.Comm", key: int, held: Line) -> None:
+    def drop(comm: "MPI.Comm", key: int, held: MpiRuntime) -> None:
         del key
-        if comm != library().COMM_WORLD:  # which goes when MPI ends, and everything with it
+        if comm != library().COMM_WORLD:  # freed when MPI ends, which frees everything
             held.free()
 
     key = library().Comm.Create_keyval(delete_fn=drop)
@@ -121,32 +121,33 @@ def _key() -> int:
     return key
 
 
-class Line:
-    """The order of jobs on one communicator, and what is kept between them."""
+class MpiRuntime:
+    """The jobs on one communicator, in order, and the state kept between them."""
 
     def __init__(self, comm: "MPI.Intracomm") -> None:
         self.rank, self.world = comm.Get_rank(), comm.Get_size()
-        self.number = 0  #: of the last call
-        self.broken = ""  #: why no call can follow
-        self._sent = False  #: whether any piece of the last call is on its way
-        self.letters: dict[tuple[int, int], int] = {}  #: messages between two ranks so far
-        self._exchanges, self._letters = (Mpi(_with_exceptions(comm.Dup())) for _ in range(2))
-        self._inside = _ranks_of_a_node(comm)
+        self.number = 0  #: number of the last call
+        self.broken = ""  #: why no call can follow; "" while the communicator is usable
+        self._sent = False  #: whether any piece of the last call was sent
+        self.message_counts: dict[tuple[int, int], int] = {}  #: messages so far, by sender and receiver
+        self._exchanges, self._messages = (MpiTransport(_with_exceptions(comm.Dup())) for _ in range(2))
+        self._ranks_per_node = _ranks_of_a_node(comm)
         self._pool: list[Buffers] = []
         self._turn = threading.Lock()
-        self.together, self.plans, self.talks_on = 0, Plans(), torch.device("cpu")
+        self.together, self.load_nbytes, self.on_streams = 0, 0, False
+        self.plans, self.small_tensor_device = PlanCache(), torch.device("cpu")
 
-    def inside(self) -> int:
-        """How many ranks share a node's memory, if they follow one another and all nodes are alike."""
-        if not self._inside:
+    def ranks_per_node(self) -> int:
+        """Return the number of ranks per node; ranks of a node must be consecutive, nodes equally large."""
+        if not self._ranks_per_node:
             raise ScheduleError(
-                "ranks of a node do not follow one another, or nodes differ in size; start them with "
+                "the ranks of a node are not consecutive, or nodes differ in size; start them with "
                 "mpirun --map-by core, or say how many ranks a node has, for example: hierarchical/4"
             )
-        return self._inside
+        return self._ranks_per_node
 
     def run(self, job: Job) -> None:
-        """A call of all ranks, until it is done."""
+        """Run a call of all ranks to its end."""
         with self._turn:
             self._check()
             self.number += 1
@@ -165,16 +166,16 @@ class Line:
                 raise
 
     def run_apart(self, job: Job, number: int) -> None:
-        """A message between two ranks, whatever calls others make meanwhile.
+        """Send or receive a message between two ranks, independently of the calls of other ranks.
 
-        MPI keeps the order of messages between two ranks, so they need no number.
+        MPI keeps the order of messages between two ranks, so messages need no number.
         """
         del number
         self._check()
 
         def post(request: Request, piece: int, exchange: int) -> Pending:
             del piece, exchange
-            return self._letters.post(request, job.call.digest % TAGS)
+            return self._messages.post(request, job.call.digest % TAGS)
 
         try:
             drive(job, post, self._pool)
@@ -183,29 +184,29 @@ class Line:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks of the communicator, which are global to it."""
+        """The ranks of the communicator, which serve as global ranks."""
         return list(range(self.world))
 
     def replay(
-        self, plan: Plan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+        self, plan: ReducePlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
     ) -> None:
-        """Nothing is kept from earlier calls."""
+        """Return None: this runtime records no calls."""
         del plan, vectors, result, rng
 
     def submit(self, job: Job) -> Work:
-        """Not over MPI, whose progress a second thread cannot be trusted with."""
-        raise CommError(f"{job.call}: calls over MPI return when they are done; leave out async_op=True")
+        """Raise an error: MPI does not reliably make progress in a second thread."""
+        raise CommError(f"{job.call}: calls over MPI block until they are done; leave out async_op=True")
 
-    def submit_apart(self, job: Job, number: int) -> Letter:
-        """Not over MPI either."""
+    def submit_apart(self, job: Job, number: int) -> MessageWork:
+        """Raise an error, for the same reason as `submit`."""
         del number
-        raise CommError(f"{job.call}: messages over MPI return when they are done; use send and recv")
+        raise CommError(f"{job.call}: messages over MPI block until they are done; use send and recv")
 
     def free(self) -> None:
-        """Give the communicators back; like MPI's own, a call of all ranks."""
+        """Free the communicators; all ranks must call it, as for MPI's own."""
         self.broken = "its communicator was freed"
         self._exchanges.free()
-        self._letters.free()
+        self._messages.free()
 
     def _check(self) -> None:
         if self.broken:
@@ -216,7 +217,7 @@ class Line:
         return self._exchanges.post(request, (piece << 5 | exchange & 0x1F) % TAGS)
 
     def _compare(self, call: Call) -> None:
-        """Whether all ranks call the same: the largest digest is then also the smallest."""
+        """Raise a `Disagreement` unless all ranks make the same call: the largest digest is the smallest."""
         if self.world == 1:
             return
         comm = self._exchanges.comm
@@ -224,19 +225,19 @@ class Line:
         ends = np.concatenate((digest, ~digest))
         comm.Allreduce(library().IN_PLACE, ends, library().MAX)
         if ends[0] != ~ends[1]:
-            said = enumerate(comm.allgather(str(call)))
+            texts = enumerate(comm.allgather(str(call)))
             raise Disagreement(
-                "ranks disagree: " + "; ".join(f"rank {rank} called {each}" for rank, each in said)
+                "ranks disagree: " + "; ".join(f"rank {rank} called {text}" for rank, text in texts)
             )
 
 
 @dataclass(eq=False)
 class Messages:
-    """An exchange under way."""
+    """An exchange in flight."""
 
     requests: Sequence["MPI.Request"]
-    under_way: set["Messages"]  #: holds it, and so its buffers, for as long as MPI may write into them
-    room: tuple[int, int, int] | None = None  #: for one message, the first: its source, bytes and tag
+    under_way: set["Messages"]  #: keeps this object, and so its buffers, while MPI may write into them
+    room: tuple[int, int, int] | None = None  #: source, bytes and tag of the message to receive, if any
 
     def __post_init__(self) -> None:
         self.under_way.add(self)
@@ -247,15 +248,15 @@ class Messages:
         self.under_way.discard(self)
         if self.room is not None:
             source, nbytes, tag = self.room
-            came = statuses[0].Get_count(library().BYTE)
-            if came != nbytes or statuses[0].Get_tag() != tag:
+            received = statuses[0].Get_count(library().BYTE)
+            if received != nbytes or statuses[0].Get_tag() != tag:
                 raise CommError(
-                    f"rank {source} sent {came} bytes of something else; expected were {nbytes} bytes"
+                    f"rank {source} sent {received} bytes of another call; expected {nbytes} bytes"
                 )
 
 
 @dataclass
-class Mpi:
+class MpiTransport:
     """The transport of one communicator."""
 
     comm: "MPI.Intracomm"
@@ -263,7 +264,7 @@ class Mpi:
     under_way: set[Messages] = field(default_factory=set)
 
     def post(self, request: Request, tag: int) -> Messages:
-        """Start an exchange. Only messages between two ranks have a tag, and it is a check: order tells."""
+        """Start an exchange. `tag` only checks messages between two ranks: MPI matches exchanges by order."""
         if isinstance(request, SendRecv):
             return self._pass_on(request, tag)
         fill(request)
@@ -278,7 +279,7 @@ class Mpi:
         return self._add(request, comm)
 
     def free(self) -> None:
-        """Give the communicators back."""
+        """Free the communicators."""
         for comm in (*self.levels.values(), self.comm):
             comm.Free()
 
@@ -286,7 +287,7 @@ class Mpi:
         return Messages(requests, self.under_way)
 
     def _add(self, request: AllReduce, comm: "MPI.Intracomm") -> Messages:
-        """MPI adds float32; for 16-bit floats, of which it knows nothing, it calls `_add_into`."""
+        """Sum over ranks. MPI adds float32 itself; for 16-bit floats it calls `_add_into`."""
         values = request.values.view(-1)
         if values.dtype == torch.float32:
             return self._begun(comm.Iallreduce(library().IN_PLACE, values.numpy(), library().SUM))
@@ -294,7 +295,7 @@ class Mpi:
         return self._begun(comm.Iallreduce(library().IN_PLACE, room, _sum(values.dtype)))
 
     def _pass_on(self, request: SendRecv, tag: int) -> Messages:
-        """Peers need no communicator of their own here, so that a rank with nothing to do does nothing."""
+        """Send and receive between two ranks, without a communicator for `peers`: idle ranks do nothing."""
         peers = request.peers or range(self.comm.Get_size())
         requests: list[MPI.Request] = []
         messages = Messages(requests, self.under_way)
@@ -307,54 +308,54 @@ class Mpi:
         return messages
 
     def _level(self, peers: range) -> "MPI.Intracomm":
-        """A communicator for some of the ranks, made when it is first needed, by those ranks alone."""
+        """Return the communicator of some ranks; those ranks alone make it, when it is first needed."""
         if peers not in self.levels:
-            everyone = self.comm.Get_group()
-            some = everyone.Incl(list(peers))
+            whole = self.comm.Get_group()
+            some = whole.Incl(list(peers))
             self.levels[peers] = _with_exceptions(self.comm.Create_group(some))
             some.Free()
-            everyone.Free()
+            whole.Free()
         return self.levels[peers]
 
 
 def _bytes(wire: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """The same memory, as mpi4py takes it."""
+    """Return the same memory as a numpy array, for mpi4py."""
     if wire.numel() > LARGEST:
         raise CommError(
-            f"MPI counts the bytes of an exchange in 32 bits, and these are {wire.numel():,}; "
-            "cut the tensor, or use a schedule that does"
+            f"an exchange of {wire.numel():,} bytes is too long: MPI counts bytes in 32 bits; "
+            "split the tensor, or use a schedule that does"
         )
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = wire.view(-1).numpy()
-    return found
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = wire.view(-1).numpy()
+    return array
 
 
 def _parts(wires: Tensor, sizes: Sequence[int], stride: int) -> list[object]:
-    """Bytes, and where every part of them begins."""
+    """Return bytes with the size and the first byte of every part, as mpi4py needs them."""
     return [_bytes(wires), list(sizes), starts(sizes, stride), library().BYTE]
 
 
 @functools.cache
 def _sum(dtype: torch.dtype) -> "MPI.Op":
-    """The sum of numbers that travel as 16-bit patterns. It commutes, so MPI may choose the order."""
-    made: MPI.Op = library().Op.Create(functools.partial(_add_into, dtype), commute=True)
-    return made
+    """Return MPI's sum of 16-bit floats, sent as integers. It commutes, so MPI may choose the order."""
+    op: MPI.Op = library().Op.Create(functools.partial(_add_into, dtype), commute=True)
+    return op
 
 
 def _add_into(dtype: torch.dtype, came: "MPI.buffer", total: "MPI.buffer", kind: "MPI.Datatype") -> None:
-    """Every addition is made in float32 and rounded to the dtype, to nearest even."""
+    """Add `came` to `total`; each addition is in float32, rounded to the dtype, to nearest even."""
     del kind
     sums = torch.frombuffer(total, dtype=dtype)
     sums += torch.frombuffer(came, dtype=dtype)
 
 
 def _with_exceptions(comm: "MPI.Intracomm") -> "MPI.Intracomm":
-    """The same, but an error is an exception and not the end of the job."""
+    """Return the same communicator, set to raise exceptions instead of ending the job."""
     comm.Set_errhandler(library().ERRORS_RETURN)
     return comm
 
 
 def _ranks_of_a_node(comm: "MPI.Intracomm") -> int:
-    """How many share memory; 0 if they do not follow one another, or nodes differ in size."""
+    """Return how many ranks share memory; 0 if they are not consecutive, or nodes differ in size."""
     node = comm.Split_type(library().COMM_TYPE_SHARED)
     firsts: list[int] = comm.allgather(node.bcast(comm.Get_rank()))
     node.Free()

@@ -1,4 +1,4 @@
-"""Which line runs the jobs of a torch.distributed group: one for gloo, one for NCCL."""
+"""The runtimes of torch.distributed groups: one class for gloo, one for NCCL."""
 
 import atexit
 import gc
@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import CommError
-from thinwire.runtimes.gloo_line import GlooLine
-from thinwire.runtimes.group_line import FORKED, GroupLine
-from thinwire.runtimes.lane import await_stopped
-from thinwire.runtimes.stream_line import StreamLine
+from thinwire.runtimes.gloo_runtime import GlooRuntime
+from thinwire.runtimes.group_runtime import FORKED, GroupRuntime
+from thinwire.runtimes.nccl_runtime import NcclRuntime
+from thinwire.runtimes.worker import await_stopped
 
-MOMENT_S = 0.05  # at the end of the program
+MOMENT_S = 0.05  # wait at the end of the program
 
-_LINES: dict[tuple[dist.ProcessGroup, str], GroupLine] = {}
+_RUNTIMES: dict[tuple[dist.ProcessGroup, str], GroupRuntime] = {}
 _inherited: list[dist.ProcessGroup] = []
 
 
 def _note_inherited() -> None:
-    """In a forked child: the sockets of a group are still its parent's, and to use them would harm both."""
+    """Note, in a forked child, the parent's group: its sockets are shared, and using them would harm both."""
     if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
         _inherited.append(dist.group.WORLD)
 
@@ -30,21 +30,23 @@ os.register_at_fork(after_in_child=_note_inherited)
 
 
 def _let_go() -> None:
-    """At the end of the program: threads end, and groups that torch has let go of, while Python is there.
+    """End the threads and release destroyed groups at the end of the program, while Python still runs.
 
-    A thread of gloo may hold the last tensors of a group for a moment. If it drops them when Python is
-    ending, it takes the process down; a group that ends waits for its threads. DDP never lets go of a group:
-    then its threads have a moment in which Python is free.
+    A thread of gloo may hold the last tensors of a group for a moment. If it drops them while Python shuts
+    down, the process crashes. A group that is destroyed waits for its threads. DDP never releases its group:
+    for its threads this function sleeps a moment, so that they can take Python's lock.
     """
-    mine = {key: each for key, each in _LINES.items() if each.is_here}  # not those of a parent
-    for each in mine.values():
-        each.leave()
+    mine = {
+        key: runtime for key, runtime in _RUNTIMES.items() if runtime.is_here
+    }  # not those of a parent process
+    for runtime in mine.values():
+        runtime.leave()
     await_stopped()
-    for key, each in mine.items():
-        if not each.broken and not _is_alive(key[0]):
-            _LINES.pop(key)
+    for key, runtime in mine.items():
+        if not runtime.broken and not _is_alive(key[0]):
+            _RUNTIMES.pop(key)
     if mine:
-        del mine, key, each
+        del mine, key, runtime
         gc.collect()
         time.sleep(MOMENT_S)
 
@@ -52,24 +54,24 @@ def _let_go() -> None:
 atexit.register(_let_go)
 
 
-def line(group: dist.ProcessGroup | None, device: torch.device) -> GroupLine:
-    """The line of a group for tensors on a device."""
+def runtime_of(group: dist.ProcessGroup | None, device: torch.device) -> GroupRuntime:
+    """Return the runtime of a group for tensors on a device."""
     if not dist.is_available() or not dist.is_initialized():
         raise CommError(
             "there is no process group; call torch.distributed.init_process_group first, "
             "for example under torchrun or thinwire lab run"
         )
-    found = dist.group.WORLD if group is None else group
+    used = dist.group.WORLD if group is None else group
     if _inherited and dist.group.WORLD in _inherited:
         raise CommError(FORKED)
-    if not isinstance(found, dist.ProcessGroup):
+    if not isinstance(used, dist.ProcessGroup):
         raise CommError("this rank is not in the group; only its members may call")
-    kind = _backend(found, device)
-    if (found, kind) not in _LINES:
-        for key in [key for key in _LINES if not _is_alive(key[0])]:
-            _LINES.pop(key).stop()
-        _LINES[found, kind] = GlooLine(found) if kind == "gloo" else StreamLine(found, device)
-    return _LINES[found, kind]
+    kind = _backend(used, device)
+    if (used, kind) not in _RUNTIMES:
+        for key in [key for key in _RUNTIMES if not _is_alive(key[0])]:
+            _RUNTIMES.pop(key).stop()
+        _RUNTIMES[used, kind] = GlooRuntime(used) if kind == "gloo" else NcclRuntime(used, device)
+    return _RUNTIMES[used, kind]
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -1,22 +1,22 @@
-"""Calls on a GPU that are made over and over: recorded once, and from then on a handful of launches.
+"""Repeated calls on a GPU: recorded once, then replayed with a few launches.
 
-Between two exchanges a schedule launches kernels, in every step the same ones on the same memory. Once a call
-was made a few times with its tensors in the same place, its generators run once more with nothing sent: the
-kernels of each stage are recorded into a CUDA graph, and exchanges are noted. The call is then a list of
-replays and exchanges, with no Python between them but that list.
+Between two exchanges a schedule launches kernels, in every step the same ones on the same memory. After a few
+calls with tensors at the same addresses, the call's generators run once more without sending: the kernels of
+each stage are recorded into a CUDA graph, and exchanges are noted. From then on the call is a list of graph
+replays and exchanges, and Python only walks that list.
 
     generator   encode ........ | exchange | add up, encode | exchange | decode
     recording   replay graph 0  | exchange | replay graph 1 | exchange | replay graph 2
 
-A graph has addresses in it: a recording is dropped when a residual, a buffer or the tensors are somewhere
-else. Random numbers have to come from memory, where every call puts seed, step and rank anew: what takes them
-from the host is not recorded, as a graph would repeat them.
+A graph contains addresses: a recording is dropped when a residual, a buffer or a tensor has moved. Random
+numbers must depend on memory, to which every call writes its seed, step and rank. A codec that reads them on
+the host is not recorded, because a graph would repeat the same random numbers.
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,17 +25,18 @@ from torch import Tensor
 from thinwire.holding import Holding, MovedError
 from thinwire.rounding import Stream
 from thinwire.runtimes.job import Pending
+from thinwire.runtimes.watchdog import Entry
 from thinwire.schedules import Buffers, Exchanges, Request
 from thinwire.schedules.exchange import fill
 
 Op = Callable[[], object]
-AFTER = 2  #: calls with tensors in the same place before one is recorded
-MOST = 4  #: places of one call's tensors that are remembered
+AFTER = 2  #: calls with tensors at the same addresses before one is recorded
+MOST = 4  #: remembered sets of addresses per plan
 
 
 @dataclass(frozen=True)
 class Unknown(Stream):
-    """The random stream of a call that is recorded: whoever asks for its numbers cannot be recorded."""
+    """The random stream while a call is recorded: code that reads its values fails, and is not recorded."""
 
     seed: int = None  # type: ignore[assignment]
     step: int = None  # type: ignore[assignment]
@@ -45,32 +46,41 @@ class Unknown(Stream):
         pass
 
 
+@dataclass(eq=False)
+class Repeated:
+    """The state that a repeated call keeps: its event, and its entry in the watchdog."""
+
+    event: torch.cuda.Event | None = None
+    entry: Entry | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a call puts on streams, in order."""
+    """The operations that a call queues on streams, in order."""
 
     ops: tuple[Op, ...]
-    last: torch.cuda.Stream  #: on which all of it ends
+    last: torch.cuda.Stream  #: the stream on which the call ends
     versions: tuple[tuple[Buffers, int], ...]
     residuals: tuple[tuple[Holding, Tensor | None], ...]
+    kept: Repeated = field(default_factory=Repeated)
 
     @property
     def holds(self) -> bool:
-        """Whether all memory is where it was."""
+        """Whether no memory has moved since the recording."""
         for buffers, version in self.versions:
             if buffers.version != version:
                 return False
         return all(holding.flat is flat for holding, flat in self.residuals)
 
     def play(self) -> torch.cuda.Stream:
-        """Put it on streams again; the first operations say which."""
+        """Queue all operations again; the first ones enter the stream."""
         for op in self.ops:
             op()
         return self.last
 
 
 class Recorder:
-    """Runs generators without sending: stages become graphs, exchanges are noted."""
+    """Run generators without sending: stages become graphs, exchanges are noted."""
 
     def __init__(
         self, prepare: Callable[[Request], Callable[[], Pending]], pool: Sequence[Buffers] = ()
@@ -78,22 +88,22 @@ class Recorder:
         self.ops: list[Op] = []
         self._prepare = prepare
         self._versions = tuple((each, each.version) for each in pool)
-        self._memory = torch.cuda.graph_pool_handle()  # of this recording alone: others may run beside it
+        self._memory = torch.cuda.graph_pool_handle()  # not shared: other recordings may run concurrently
 
     def do(self, op: Op) -> None:
-        """Note an operation, and do it now too."""
+        """Run an operation and note it."""
         op()
         self.ops.append(op)
 
     def post(self, request: Request, piece: int, exchange: int) -> Pending:
-        """Note an exchange, and later the wait for it."""
+        """Note an exchange; the returned object notes the wait for it."""
         del piece, exchange
         noted = _Noted(self._prepare(request))
         self.ops.append(noted.post)
         return _Later(self.ops, noted.wait)
 
     def stages(self, steps: Exchanges) -> Exchanges:
-        """The same exchanges; what is launched before each of them becomes a graph."""
+        """Yield the same exchanges; record the kernels launched before each into a graph."""
         while True:
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
@@ -112,9 +122,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While generators run: libraries of matrices keep their workspace in this recording's own memory.
+        """Give cuBLAS a workspace in this recording's own memory, while generators run.
 
-        A workspace that others may free must not be written to by a replay.
+        A replay must not write to a workspace that other code may free.
         """
         torch._C._cuda_clearCublasWorkspaces()
         try:
@@ -123,16 +133,16 @@ class Recorder:
             torch._C._cuda_clearCublasWorkspaces()
 
     def finish(self, last: torch.cuda.Stream, opened: Sequence[Holding]) -> Recording:
-        """The recording, with all that it depends on."""
+        """Return the recording, with the buffers and holdings on which it depends."""
         residuals = {id(each): (each, each.flat) for each in opened}
-        made = Recording(tuple(self.ops), last, self._versions, tuple(residuals.values()))
-        if not made.holds:
-            raise MovedError("buffers are somewhere else than in the call before")
-        return made
+        recording = Recording(tuple(self.ops), last, self._versions, tuple(residuals.values()))
+        if not recording.holds:
+            raise MovedError("buffers have moved since the last call")
+        return recording
 
 
 class _Noted:
-    """An exchange that is made at every replay."""
+    """An exchange that every replay posts."""
 
     def __init__(self, start: Callable[[], Pending]) -> None:
         self._start = start
@@ -148,7 +158,7 @@ class _Noted:
 
 @dataclass(frozen=True)
 class _Later:
-    """A wait that is noted, not made."""
+    """A wait that is noted instead of made."""
 
     ops: list[Op]
     op: Op

@@ -1,4 +1,4 @@
-"""What every rank of a group was doing when a call failed, by way of the group's store."""
+"""Reports, through the group's store, of what every rank was doing when a call failed."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,17 +9,17 @@ from torch._C._distributed_c10d import Store
 from thinwire.errors import CommError
 from thinwire.runtimes.deadline import within
 
-ANSWER_S = 1.0  # that a store has to answer
-PATIENCE_S = 2.0  # for other ranks' reports
+ANSWER_S = 1.0  # time in which a store must answer
+PATIENCE_S = 2.0  # wait for other ranks' reports
 POLL_S = 0.05
-LATER_S = 1.0  # that a rank may come later to a call than another without being called late
-#: The store is kept by rank 0, or by what started it.
+LATER_S = 1.0  # a rank that makes a call later than another by more than this is called late
+#: The store runs on rank 0's host, or where the launcher started it.
 SILENT = "the group's store does not answer: is the host of rank 0 there?"
 
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank was doing, and for how long, by its own clock, as those of hosts differ.
+    """A rank's call and for how long it ran, by the rank's own clock, since clocks of hosts differ.
 
     >>> Doing.decode(Doing("a call", 3.0).encode())
     Doing(call='a call', seconds=3.0)
@@ -41,7 +41,7 @@ class Doing:
 
 @dataclass(frozen=True)
 class Reports:
-    """What ranks say that they were doing, after a failure.
+    """The ranks' reports of what they were doing, after a failure.
 
     >>> found = {1: Doing("call 6"), 2: Doing("call 7", 0.1)}
     >>> print(Reports(Doing("call 7", 4.0), range(4), 0, found))
@@ -49,18 +49,18 @@ class Reports:
     """
 
     mine: Doing
-    ranks: Sequence[int]  #: of the group, as the user counts them
-    rank: int  #: this one
-    found: Mapping[int, Doing] | None  #: by rank; None: there was nobody to ask
+    ranks: Sequence[int]  #: global ranks of the group
+    rank: int  #: this rank's global rank
+    found: Mapping[int, Doing] | None  #: reports by rank; None: the store did not answer
 
     def __str__(self) -> str:
         if self.found is None:
             return f" (this rank was at {self.mine.call}; {SILENT})"
-        said = [self._told(rank, doing) for rank, doing in sorted(self.found.items())]
+        texts = [self._told(rank, doing) for rank, doing in sorted(self.found.items())]
         silent = [str(rank) for rank in self.ranks if rank not in self.found and rank != self.rank]
         if silent:
-            said.append(f"no word from rank {', '.join(silent)}")
-        return f" (this rank was at {self.mine.call}; {'; '.join(said)})"
+            texts.append(f"no word from rank {', '.join(silent)}")
+        return f" (this rank was at {self.mine.call}; {'; '.join(texts)})"
 
     def _told(self, rank: int, doing: Doing) -> str:
         call = "the same" if doing.call == self.mine.call else doing.call
@@ -69,10 +69,10 @@ class Reports:
         return f"rank {rank} {f'came {later_s:.1f} s later to' if later_s > LATER_S else 'was at'} {call}"
 
     def corrected(self, error: CommError) -> str:
-        """The error's words; a rank that closed its connections after a failure of its own is not gone."""
+        """Return the error's text; a rank that closed its connections after its own failure is not gone."""
         if error.peer is None or not error.gone:
             return str(error)
-        if self.found is None:  # nobody can say why
+        if self.found is None:  # it is not known why
             return f"the connection to rank {error.peer} was closed"
         gave_up = f"rank {error.peer} gave up, as a call of its own had failed"
         return gave_up if error.peer in self.found else str(error)
@@ -85,18 +85,18 @@ def reports(
     mine: Doing,
     told: Callable[[], None] = lambda: None,
 ) -> Reports:
-    """What all ranks say that they were doing: a text for an error. `rank` is this one's place in the group.
+    """Collect the reports of all ranks, for the text of an error. `rank` is this rank in the group.
 
-    `told` is called when this rank has said what it was doing itself. The store may be on the very host that
-    is gone, so this waits for it no longer than `ANSWER_S`, and no longer than `PATIENCE_S` for other ranks.
+    `told` is called when this rank has reported. The store may be on the host that is gone, so this waits at
+    most `ANSWER_S` for the store, and at most `PATIENCE_S` for other ranks.
     """
-    found: dict[int, Doing] | None = None
+    by_rank: dict[int, Doing] | None = None
     end = time.monotonic() + PATIENCE_S
     answers = within(ANSWER_S, lambda: _said(store, rank, mine), False)
     told()
     if answers:
-        found = within(PATIENCE_S + POLL_S, lambda: _asked(store, rank, ranks, end), found)
-    return Reports(mine, ranks, ranks[rank], found)
+        by_rank = within(PATIENCE_S + POLL_S, lambda: _asked(store, rank, ranks, end), by_rank)
+    return Reports(mine, ranks, ranks[rank], by_rank)
 
 
 def _said(store: Store, rank: int, mine: Doing) -> bool:
@@ -105,14 +105,14 @@ def _said(store: Store, rank: int, mine: Doing) -> bool:
 
 
 def _asked(store: Store, rank: int, ranks: Sequence[int], end: float) -> dict[int, Doing] | None:
-    found: dict[int, Doing] = {}
+    by_rank: dict[int, Doing] = {}
     keys = {each: f"thinwire/{place}" for place, each in enumerate(ranks) if place != rank}
     try:
-        while keys.keys() - found.keys() and time.monotonic() < end:
-            for each in sorted(keys.keys() - found.keys()):
+        while keys.keys() - by_rank.keys() and time.monotonic() < end:
+            for each in sorted(keys.keys() - by_rank.keys()):
                 if store.check([keys[each]]):
-                    found[each] = Doing.decode(store.get(keys[each]).decode())
+                    by_rank[each] = Doing.decode(store.get(keys[each]).decode())
             time.sleep(POLL_S)
     except Exception:  # noqa: BLE001
-        return found or None
-    return found
+        return by_rank or None
+    return by_rank

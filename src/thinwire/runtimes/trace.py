@@ -1,7 +1,7 @@
-"""What a call would send, counted exactly and without data.
+"""Count exactly what a call would send, without data.
 
-The schedule itself is run, for one rank, on tensors without storage; every exchange is written down. Pieces
-of the same size are run once. So 70 billion elements on ten thousand ranks take no memory and little time.
+The schedule itself runs, for one rank, on tensors without storage, and every exchange is counted. Pieces of
+the same size run once. So 70 billion elements on ten thousand ranks take no memory and little time.
 
     >>> from thinwire.runtimes.trace import trace
     >>> found = trace(1 << 20, "int8/256", 4, "two_shot")
@@ -21,7 +21,7 @@ from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.rounding import Stream
 from thinwire.runtimes import job as jobs
-from thinwire.runtimes.arguments import inside_of
+from thinwire.runtimes.arguments import ranks_per_node_of
 from thinwire.runtimes.job import Call, Start
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Item, Request, Schedule, SendRecv
 from thinwire.schedules import get as get_schedule
@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank sends and receives in one call."""
+    """The bytes and messages that one rank sends and receives in one call."""
 
     schedule: str
     sent_nbytes: int = 0
@@ -49,35 +49,37 @@ def trace(
     schedule: str | Schedule = "auto",
     *,
     rank: int = 0,
-    inside: int = 0,
+    ranks_per_node: int = 0,
     shapes: Sequence[tuple[int, ...]] = (),
 ) -> Trace:
-    """An all-reduce of so many elements (or of a bucket of tensors), as rank `rank` sees it.
+    """Count what rank `rank` sends in an all-reduce of `numel` elements (or of a bucket of tensors).
 
-    `shapes` are those of the tensors, for schedules that see a matrix in them. Sums made by the network are
-    counted as those of a ring: 2 (N - 1) / N of the bytes.
+    `shapes` are the tensors' shapes, for schedules that treat them as matrices. Sums made by the network
+    count as those of a ring: 2 (N - 1) / N of the bytes.
     """
     numels = [numel] if isinstance(numel, int) else list(numel)
     if world < 1 or not 0 <= rank < world or any(each < 0 for each in numels):
-        raise InputError(f"no rank {rank} of {world}, or a negative size: {numels}")
-    found = get_codec(codec)
+        raise InputError(f"expected 0 <= rank < world and sizes >= 0, not rank {rank} of {world}, {numels}")
+    resolved = get_codec(codec)
     if schedule == "auto":
-        schedule = choose(found, sum(numels), world)[0]
-    plan = get_schedule(schedule, found)
-    inside = inside_of(replace(plan, inside=inside or plan.inside or 1), world, lambda: 1)
+        schedule = choose(resolved, sum(numels), world)[0]
+    plan = get_schedule(schedule, resolved)
+    ranks_per_node = ranks_per_node_of(
+        replace(plan, ranks_per_node=ranks_per_node or plan.ranks_per_node or 1), world, lambda: 1
+    )
     if world == 1:
         return Trace(plan.spec)
     forms = shapes or [(each,) for each in numels]
     items = [
-        Item(numel, Channel(found.for_shape(shape)), f"tensor{i}", i, tensor=i, shape=tuple(shape))
+        Item(numel, Channel(resolved.for_shape(shape)), f"tensor{i}", i, tensor=i, shape=tuple(shape))
         for i, (numel, shape) in enumerate(zip(numels, forms, strict=True))
     ]
-    call = Call("trace", found.spec, tuple(numels), "float32")
-    return count(jobs.Plan(items, plan, jobs.Ranks(rank, world, inside), call), rank, world)
+    call = Call("trace", resolved.spec, tuple(numels), "float32")
+    return count(jobs.ReducePlan(items, plan, jobs.Ranks(rank, world, ranks_per_node), call), rank, world)
 
 
-def count(plan: jobs.Plan, rank: int, world: int) -> Trace:
-    """What a rank sends and receives in one call of a plan, whose channels are used: give it new ones."""
+def count(plan: jobs.ReducePlan, rank: int, world: int) -> Trace:
+    """Count what a rank sends and receives in one call of a plan; the plan's channels must be new."""
     vectors: dict[int, int] = {}
     for item in plan.items:
         vectors[item.vector] = max(vectors.get(item.vector, 0), item.start + item.numel)
@@ -107,7 +109,7 @@ def _count(request: Request, rank: int, world: int, times: int, counts: Counter[
 
 
 def _sizes(request: Request, rank: int, world: int) -> tuple[int, int, int]:
-    """Bytes out, bytes in, messages out."""
+    """Return the bytes sent, the bytes received and the messages sent."""
     peers = request.peers or range(world)
     if isinstance(request, SendRecv):
         sent = 0 if request.wire is None else request.wire.numel()

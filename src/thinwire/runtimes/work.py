@@ -1,4 +1,4 @@
-"""A call under way."""
+"""Calls in flight."""
 
 import threading
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from thinwire.runtimes import streams
 from thinwire.runtimes.job import Flights, Job
 
 if TYPE_CHECKING:
-    from thinwire.runtimes.watch import Entry
+    from thinwire.runtimes.watchdog import Entry
 
 
 class Work:
-    """A call under way, like a `torch.distributed.Work`."""
+    """A call in flight, like a `torch.distributed.Work`."""
 
     def __init__(self, result: object, device: torch.device) -> None:
         devices: list[int | str | torch.device] = [device] if device.type == "cuda" else []
@@ -26,10 +26,12 @@ class Work:
         self._result = result
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Until the result is there; for CUDA tensors, until the current stream may use it."""
+        """Wait for the result; for CUDA tensors, until the current stream may use it."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._done.wait(seconds):
-            raise CommError(f"not done within {seconds:g} s; it goes on, and can be waited for again")
+            raise CommError(
+                f"the call is not done within {seconds:g} s; it continues, and wait can be repeated"
+            )
         if self._error is not None:
             raise self._error
         self._future.wait()
@@ -40,15 +42,15 @@ class Work:
         return self._done.is_set()
 
     def exception(self) -> BaseException | None:
-        """What went wrong, once it is completed."""
+        """Return the error of a completed call; None if there is none."""
         return self._error
 
     def get_future(self) -> "torch.futures.Future[object]":
-        """A future of the result, for hooks and `then`."""
+        """Return a future of the result, for hooks and `then`."""
         return self._future
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Tell everyone who waits."""
+        """Wake all waiters, with the result or an error."""
         self._error = error
         if error is None:
             self._future.set_result(self._result)
@@ -58,16 +60,16 @@ class Work:
 
 
 class StreamWork(Work):
-    """A call that was put on streams: to wait for it is to let the current stream wait."""
+    """A call that was queued on streams: `wait` makes the current stream wait."""
 
-    entry: "Entry | None" = None  #: that keeps its tensors until somebody waits for it
+    entry: "Entry | None" = None  #: keeps the call's tensors alive until `wait`
 
     def __init__(self, result: object, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         self._result, self.stream, self._event = result, stream, event
         self._made: torch.futures.Future[object] | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Until the current stream may use the result; the host goes on, so there is no time to be up."""
+        """Make the current stream wait for the result; the host does not wait, so `timeout` has no effect."""
         del timeout
         streams.current(self.stream.device).wait_event(self._event)
         if self.entry is not None:
@@ -75,15 +77,15 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the device is done with it."""
+        """Whether the device has finished the call."""
         return self._event.query()
 
     def exception(self) -> BaseException | None:
-        """None: what goes wrong on the device is raised by the next call."""
+        """Return None: the next call raises errors of the device."""
         return None
 
     def get_future(self) -> "torch.futures.Future[object]":
-        """A future of the result, for hooks and `then`; whoever waits for it lets its stream wait."""
+        """Return a future of the result, for hooks and `then`; waiting for it makes the stream wait."""
         if self._made is None:
             self._made = torch.futures.Future(devices=[self.stream.device])
             with torch.cuda.stream(self.stream):
@@ -91,11 +93,11 @@ class StreamWork(Work):
         return self._made
 
     def finish(self, error: BaseException | None = None) -> None:
-        raise NotImplementedError("the device finishes it")
+        raise NotImplementedError("the device finishes this call")
 
 
-class Letter:
-    """A message under way between two ranks."""
+class MessageWork:
+    """A message in flight between two ranks."""
 
     def __init__(
         self, job: Job, flights: Flights, fail: Callable[[str, CommError], CommError] | None = None
@@ -105,7 +107,7 @@ class Letter:
         self._error: CommError | None = None
 
     def wait(self) -> bool:
-        """Until it is sent, or has arrived and is decoded."""
+        """Wait until the message is sent, or is received and decoded."""
         if self._error is not None:
             raise self._error
         if not self._done:

@@ -1,17 +1,16 @@
-"""Collective algorithms, each written once, as a generator that asks for exchanges.
+"""Collective algorithms, each written once, as a generator that yields the exchanges it needs.
 
-A schedule is named by a spec: its name and, for some, an option.
+A spec names a schedule: its name and, for some, an option.
 
 | spec | option |
 |---|---|
-| `native`, `one_shot`, `two_shot`, `ring`, `tree`, `sparse` | none |
-| `hierarchical`, `hierarchical/8`, `hierarchical/8:bf16` | ranks of a node, the codec inside it |
-| `sparse_levels/8` | the same for sparse codecs |
+| `native`, `one_shot`, `two_shot`, `ring`, `tree` | none |
+| `hierarchical`, `hierarchical/8`, `hierarchical/8:bf16` | ranks per node, the codec inside a node |
 | `low_rank/4` | the rank of the approximation |
 | `accumulate/sequential`, `/ring`, `/tree`, `/16`, each with `+kahan` | order of the additions |
 
     >>> from thinwire import schedules
-    >>> schedules.get("hierarchical/8").inside
+    >>> schedules.get("hierarchical/8").ranks_per_node
     8
     >>> schedules.get("native").refuses(codecs.get("int8/256"))
     'the network cannot add int8/256 wires'
@@ -21,6 +20,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,15 +29,15 @@ from thinwire.codecs import Block, Codec
 from thinwire.errors import ScheduleError, unknown
 from thinwire.schedules import accumulate as _accumulate
 from thinwire.schedules.batch import Batch, Item
+from thinwire.schedules.batch_run import BatchRun
 from thinwire.schedules.exchange import AllGather, AllReduce, AllToAll, Exchanges, Request, SendRecv
 from thinwire.schedules.fuse import apart
 from thinwire.schedules.gather import Combine, add_up, gathered
-from thinwire.schedules.levels import hierarchical
-from thinwire.schedules.low_rank import low_rank
+from thinwire.schedules.hierarchical import hierarchical
+from thinwire.schedules.low_rank import low_rank, thin_nbytes
+from thinwire.schedules.rank_context import Buffers, RankContext, Sharding
 from thinwire.schedules.reduce import native, one_shot, ring, tree, two_shot, two_shot_of_rows
-from thinwire.schedules.seat import Buffers, Cut, Seat
-from thinwire.schedules.traits import feeds_back, is_bound, is_cast, is_sparse
-from thinwire.schedules.use import Use
+from thinwire.schedules.traits import feeds_back, is_bound, is_cast
 
 __all__ = [
     "SCHEDULES",
@@ -45,34 +45,48 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Batch",
+    "BatchRun",
     "Buffers",
-    "Cut",
     "Exchanges",
     "Item",
+    "RankContext",
     "Request",
     "Schedule",
-    "Seat",
     "SendRecv",
-    "Use",
+    "Sharding",
     "get",
 ]
 
 
+class WireNbytes(Protocol):
+    """Return the bytes of wire that one rank encodes from `numel` elements of a tensor."""
+
+    def __call__(self, codec: Codec, numel: int, *, shape: tuple[int, ...]) -> int: ...
+
+
+def codec_nbytes(codec: Codec, numel: int, *, shape: tuple[int, ...]) -> int:
+    """Return the bytes of one wire of the codec."""
+    del shape
+    return codec.nbytes(numel)
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """A way to all-reduce, ready to be run."""
+    """An all-reduce algorithm, ready to run."""
 
     spec: str
-    steps: Callable[[Use], Exchanges]
+    steps: Callable[[BatchRun], Exchanges]
     refuses: Callable[[Codec], str]  #: why it cannot serve a codec; "" if it can
-    inside: int = 1  #: ranks of a node; 0: as many as are found
-    adds: bool = False  #: whether the network adds, so that results depend on its order
+    ranks_per_node: int = 1  #: 0: as many as the runtime detects
+    adds: bool = False  #: whether the network adds, so that results depend on its order of additions
     whole: bool = False  #: whether it needs the tensor in one piece
-    batched: bool = False  #: whether codecs see a batch's own vectors, which need not be float32 then
-    steady: bool = False  #: whether a step launches the same kernels on the same memory as the one before
-    combine: Combine | None = None  #: what every rank does with all wires, if gathering them is all there is
-    #: The result from all ranks' vectors [world, numel] and any rank's seat, for wires that follow from them.
-    of_rows: Callable[[Tensor, Seat], Tensor] | None = None
+    batched: bool = False  #: whether codecs read a batch's own vectors, which then need not be float32
+    steady: bool = False  #: whether every step launches the same kernels on the same memory
+    wire_nbytes: WireNbytes = codec_nbytes  #: bytes that one rank encodes
+    combine: Combine | None = None  #: how each rank combines all wires, if the schedule only gathers them
+    #: Computes the result from all ranks' vectors [world, numel] and any rank's context, if wires depend on
+    #: nothing else.
+    of_rows: Callable[[Tensor, RankContext], Tensor] | None = None
 
 
 def _any(codec: Codec) -> str:
@@ -91,17 +105,9 @@ def _summed(codec: Codec) -> str:
 def _summed_at_once(codec: Codec) -> str:
     if feeds_back(codec):
         return (
-            f"sums that the network makes leave no residual, so the feedback of {codec.spec} would be ignored"
+            f"a sum made by the network leaves no residual, so the feedback of {codec.spec} would be ignored"
         )
     return _summed(codec)
-
-
-def _sparse(codec: Codec) -> str:
-    return "" if is_sparse(codec) else f"{codec.spec} is not sparse"
-
-
-def _sparse_in_parts(codec: Codec) -> str:
-    return _sparse(codec) or _in_parts(codec)
 
 
 def _narrow(codec: Codec) -> str:
@@ -112,31 +118,35 @@ def _narrow(codec: Codec) -> str:
         if scaling.margin == "world" or (scaling.choose == "fixed" and not scaling.value):
             return ""
     return (
-        f"{codec.spec} has no scale that leaves room for a sum over all ranks; aps/e5m2 has, and "
-        "e5m2~offset0 does without any"
+        f"{codec.spec} has no scale that leaves room for a sum over all ranks; use aps/e5m2, which has "
+        "one, or e5m2~offset0, which needs none"
     )
 
 
-def _levels(option: str, refuses: Callable[[Codec], str], name: str) -> Schedule:
+def _make_hierarchical(option: str) -> Schedule:
     count, _, light = option.partition(":")
-    inside = _number(count, name) if count else 0
+    ranks_per_node = _number(count, "hierarchical") if count else 0
     codec = codecs.get(light or "fp32")
     if codec.needs_rng or codec.feedback or codec.agreement(1) or codec.has_fixed_scale:
-        raise ScheduleError(f"{name}: {codec.spec} cannot be used inside a node; use fp32, bf16 or int8/256")
-    spec = name + (f"/{option}" if option else "")
-    return Schedule(spec, apart(partial(hierarchical, light=codec)), refuses, inside)
+        raise ScheduleError(
+            f"hierarchical: {codec.spec} cannot be used inside a node; use fp32, bf16 or int8/256"
+        )
+    spec = "hierarchical" + (f"/{option}" if option else "")
+    return Schedule(spec, apart(partial(hierarchical, light=codec)), _in_parts, ranks_per_node)
 
 
 def _make_low_rank(option: str) -> Schedule:
     rank = _number(option or "1", "low_rank")
-    steps = partial(low_rank, rank=rank)
-    return Schedule(f"low_rank/{rank}", steps, _summed, adds=True, whole=True, steady=True)
+    steps, nbytes = partial(low_rank, rank=rank), partial(thin_nbytes, rank=rank)
+    return Schedule(
+        f"low_rank/{rank}", steps, _summed, adds=True, whole=True, steady=True, wire_nbytes=nbytes
+    )
 
 
 def _make_accumulate(option: str) -> Schedule:
     order, plus, how = option.partition("+")
     if plus and how != "kahan":
-        raise ScheduleError(f"accumulate knows '+kahan', not '+{how}'")
+        raise ScheduleError(f"accumulate accepts '+kahan', not '+{how}'")
     known = order in _accumulate.ORDERS
     if plus and order == "tree":
         raise ScheduleError("accumulate/tree+kahan: a tree adds pairs, which leaves nothing to compensate")
@@ -154,7 +164,7 @@ def _make_accumulate(option: str) -> Schedule:
 
 def _number(text: str, name: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise ScheduleError(f"{name}/{text}: expected a number from 1 on, such as {name}/4")
+        raise ScheduleError(f"{name}/{text}: expected a whole number of 1 or more, such as {name}/4")
     return int(text)
 
 
@@ -175,9 +185,7 @@ _MAKERS: dict[str, Callable[[str], Schedule]] = {
     ),
     "ring": _plain(Schedule("ring", apart(ring), _in_parts)),
     "tree": _plain(Schedule("tree", apart(tree), _any)),
-    "hierarchical": partial(_levels, refuses=_in_parts, name="hierarchical"),
-    "sparse": _plain(Schedule("sparse", one_shot, _sparse, combine=add_up, batched=True, steady=True)),
-    "sparse_levels": partial(_levels, refuses=_sparse_in_parts, name="sparse_levels"),
+    "hierarchical": _make_hierarchical,
     "low_rank": _make_low_rank,
     "accumulate": _make_accumulate,
 }
@@ -192,7 +200,7 @@ def _made(spec: str) -> Schedule:
 
 
 def get(spec: str | Schedule, codec: Codec | None = None) -> Schedule:
-    """The schedule of a spec; with a codec, one that can serve it."""
+    """Return the schedule of a spec; with a codec, refuse a schedule that cannot serve it."""
     schedule = spec if isinstance(spec, Schedule) else _made(spec.strip())
     why = schedule.refuses(codec) if codec is not None else ""
     if why and codec is not None:
@@ -201,12 +209,12 @@ def get(spec: str | Schedule, codec: Codec | None = None) -> Schedule:
     return schedule
 
 
-#: One of each kind: what listings, tests and benchmarks go over.
+#: One schedule of each kind, for listings, tests and benchmarks.
 SCHEDULES: dict[str, Schedule] = {
     spec: _made(spec)
     for spec in (
-        "native", "one_shot", "two_shot", "ring", "tree", "hierarchical/2", "hierarchical/2:bf16", "sparse",
-        "sparse_levels/2", "low_rank/2", "accumulate/sequential", "accumulate/sequential+kahan",
-        "accumulate/ring", "accumulate/tree", "accumulate/2",
+        "native", "one_shot", "two_shot", "ring", "tree", "hierarchical/2", "hierarchical/2:bf16",
+        "low_rank/2", "accumulate/sequential", "accumulate/sequential+kahan", "accumulate/ring",
+        "accumulate/tree", "accumulate/2",
     )
 }  # fmt: skip

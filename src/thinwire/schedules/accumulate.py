@@ -1,20 +1,20 @@
-"""Sums that are rounded after every addition, as hardware with a narrow accumulator would make them.
+"""Sums that are rounded after every addition, as in hardware with a narrow accumulator.
 
-CPD (Han, Demmel and You) studies what becomes of a gradient when an all-reduce adds in (exp, man) floats.
-Here every rank gathers all wires and makes the same sum, in the order of a network:
+CPD (Han, Demmel and You) studies the effect on gradients of an all-reduce that adds in (exp, man) floats.
+Here every rank gathers all wires and computes the same sum, in the order of a network:
 
 | order | how N numbers are added |
 |---|---|
 | `sequential` | rank 0, 1, 2, ...: a chain of N - 1 additions |
-| `ring` | the same, but shard s starts with rank s + 1, as it would on a ring |
+| `ring` | the same, but shard s starts with rank s + 1, as on a ring |
 | `tree` | neighbours first, then pairs of pairs: log2 N deep |
 | a number G | chains inside groups of G ranks, then a chain over the groups |
 
-Kahan's compensation keeps what an addition lost, in the same format, and gives it to the next one.
+Kahan's compensation keeps what an addition lost, in the same format, and adds it in the next one.
 
-Wires share one scale (APS) or have none (fp16, bf16, `e4m3~offset0`), so that they can be added without
-decoding. This is an emulation of the arithmetic: real bytes travel, but the additions are made in float32 and
-then rounded.
+Wires share one scale (APS) or have none (fp16, bf16, `e4m3~offset0`), so that hardware could add them without
+decoding. This emulates the arithmetic: real bytes travel, but additions are computed in float32 and then
+rounded.
 """
 
 import functools
@@ -27,51 +27,51 @@ from torch import Tensor
 from thinwire.codecs import Block, Codec
 from thinwire.formats import Format
 from thinwire.rounding import Rounding
-from thinwire.schedules.seat import Seat
+from thinwire.schedules.rank_context import RankContext
 
 ORDERS = ("sequential", "ring", "tree")
-AT_ONCE = 1 << 26  #: numbers that are decoded together
+AT_ONCE = 1 << 26  #: values decoded together
 Round = Callable[[Tensor], Tensor]
 
 
 def combine(
     wires: Sequence[Tensor],
-    seats: Sequence[Seat],
+    contexts: Sequence[RankContext],
     outs: Sequence[Tensor],
     *,
     order: str | int,
     kahan: bool = False,
 ) -> None:
-    """Add wires in `order`, rounding to the codec's format after every addition: all tensors in one go.
+    """Add wires in `order`, rounding to the codec's format after every addition; all tensors at once.
 
-    A ring begins every shard of a tensor elsewhere, so there it is one tensor after another.
+    In a ring the first rank differs by shard, so tensors are added one by one.
     """
     if order == "ring" and len(outs) > 1:
-        for wire, seat, out in zip(wires, seats, outs, strict=True):
-            combine([wire], [seat], [out], order=order, kahan=kahan)
+        for wire, context, out in zip(wires, contexts, outs, strict=True):
+            combine([wire], [context], [out], order=order, kahan=kahan)
         return
-    parts = list(zip(wires, seats, outs, strict=True))
-    units = [_unit(wire, seat.codec, out.numel()) for wire, seat, out in parts]
+    parts = list(zip(wires, contexts, outs, strict=True))
+    units = [_unit(wire, context.codec, out.numel()) for wire, context, out in parts]
 
     def decoded(first: int, last: int) -> Tensor:
-        found = [_numbers(wire[first:last], seat.codec, out.numel()) for wire, seat, out in parts]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        numbers = [_numbers(wire[first:last], context.codec, out.numel()) for wire, context, out in parts]
+        return numbers[0] if len(numbers) == 1 else torch.cat(numbers, 1)
 
-    world, numel = seats[0].world, sum(out.numel() for out in outs)
+    world, numel = contexts[0].world, sum(out.numel() for out in outs)
     if not numel:
         return
     rows = max(1, AT_ONCE // numel)
     values = decoded(0, world) if world <= rows or order == "ring" else Lazy(decoded, world, rows)
-    total = sum_rounded(values, order, _rounding(seats[0]), kahan=kahan)
+    total = sum_rounded(values, order, _rounding(contexts[0]), kahan=kahan)
     for out, unit, part in zip(outs, units, total.split([out.numel() for out in outs]), strict=True):
         out.copy_(part)
-        out *= seats[0].weight  # first, so that a mean of the largest numbers does not overflow
+        out *= contexts[0].weight  # before the scale, so that a mean of the largest values does not overflow
         out *= unit
 
 
 @dataclass
 class Lazy:
-    """Rows that are decoded a few at a time, in the order in which sums ask for them."""
+    """Rows that are decoded a few at a time, in the order in which a sum reads them."""
 
     decoded: Callable[[int, int], Tensor]
     count: int
@@ -90,7 +90,7 @@ class Lazy:
 
 
 def sum_rounded(values: "Tensor | Lazy", order: str | int, rounded: Round, *, kahan: bool = False) -> Tensor:
-    """The sum of [N, n] over the first dimension, rounded after every addition.
+    """Return the sum of [N, n] over the first dimension, rounded after every addition.
 
     >>> from thinwire import formats
     >>> ones = torch.full((32, 1), 1.0)
@@ -132,13 +132,13 @@ def _chain(values: Iterable[Tensor], rounded: Round, *, kahan: bool) -> Tensor:
 
 
 def _tree(values: Tensor | Lazy, chain: Callable[[Iterable[Tensor]], Tensor]) -> Tensor:
-    """Neighbours, pairs of pairs ...: each is added as soon as both are there, so that few wait."""
-    waiting: list[tuple[int, Tensor]] = []  # how many rows each holds, and their sum
+    """Add neighbours, then pairs of pairs; each pair as soon as both exist, so that few sums are kept."""
+    waiting: list[tuple[int, Tensor]] = []  # number of rows, and their sum
     for row in range(len(values)):
-        held, total = 1, values[row]
-        while waiting and waiting[-1][0] == held:
-            held, total = 2 * held, chain((waiting.pop()[1], total))
-        waiting.append((held, total))
+        count, total = 1, values[row]
+        while waiting and waiting[-1][0] == count:
+            count, total = 2 * count, chain((waiting.pop()[1], total))
+        waiting.append((count, total))
     _, total = waiting.pop()
     while waiting:
         total = chain((waiting.pop()[1], total))
@@ -146,7 +146,7 @@ def _tree(values: Tensor | Lazy, chain: Callable[[Iterable[Tensor]], Tensor]) ->
 
 
 def _turned(values: Tensor) -> Tensor:
-    """Every column is turned until its own first rank is on top; then all are one chain."""
+    """Rotate every column so that its first rank is in row 0; then one chain adds all columns."""
     world, numel = values.shape
     shard = -(-numel // world)
     first = torch.arange(numel, device=values.device) // shard + 1
@@ -154,9 +154,9 @@ def _turned(values: Tensor) -> Tensor:
     return values.gather(0, (ranks + first) % world)
 
 
-def _rounding(seat: Seat) -> Round:
-    """As the codec rounds; to nearest where it rounds at random."""
-    codec = seat.codec
+def _rounding(context: RankContext) -> Round:
+    """Return the codec's rounding; rounding to nearest for a codec that rounds at random."""
+    codec = context.codec
     if isinstance(codec, Block):
         assert isinstance(codec.format, Format)
         mode = Rounding.NEAREST if codec.needs_rng else codec.rounding
@@ -165,12 +165,12 @@ def _rounding(seat: Seat) -> Round:
 
 
 def _unit(wires: Tensor, codec: Codec, numel: int) -> Tensor:
-    """The scale that all wires have; NaN if any has that. Plain casts have none."""
+    """Return the scale shared by all wires; NaN if the scale of any is NaN. Casts have scale 1."""
     if not isinstance(codec, Block) or not numel:
         return torch.ones(1, device=wires.device)
     return codec.scales(wires, numel).amax(0)
 
 
 def _numbers(wires: Tensor, codec: Codec, numel: int) -> Tensor:
-    """What is added: numbers of the format, without their scale."""
+    """Return the values to add: numbers of the format, without the scale."""
     return codec.unscaled(wires, numel) if isinstance(codec, Block) else codec.decode(wires, numel)

@@ -1,4 +1,4 @@
-"""A small exchange before the first: ranks agree on scales, where a codec asks for that."""
+"""A small all-gather before the first exchange: ranks agree on scales, where a codec needs it."""
 
 from collections.abc import Generator, Sequence
 
@@ -11,7 +11,7 @@ from thinwire.schedules.exchange import AllGather, Request
 
 
 class Agreement:
-    """The tensors of a call whose scales all ranks share: worked out once."""
+    """The tensors of a call whose scales all ranks share; computed once per plan."""
 
     def __init__(self, items: Sequence[Item], rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -31,9 +31,9 @@ class Agreement:
         return bool(self.groups)
 
     def run(self, vectors: Sequence[Tensor]) -> Generator[Request, None, Agreed]:
-        """The maximum over ranks of every tensor's `summary`: an exchange for each codec.
+        """Compute the maximum over ranks of every tensor's `summary`, with one all-gather per codec.
 
-        For APS that is a byte for every tensor. With feedback the scale leaves room for the residual.
+        For APS that is one byte per tensor. With feedback the scale leaves room for the residual.
         """
         values: dict[str, Tensor] = {}
         for spec, group in self.groups.items():
@@ -44,23 +44,23 @@ class Agreement:
                     for vector, segments, items in self._segments[spec]
                 ]
             )
-            everyone = mine.new_empty((self.world, mine.numel()))
-            everyone[self.rank] = mine
-            wires = everyone.view(-1).view(torch.uint8)
+            summaries = mine.new_empty((self.world, mine.numel()))
+            summaries[self.rank] = mine
+            wires = summaries.view(-1).view(torch.uint8)
             yield AllGather(wires, (wires.numel() // self.world,) * self.world)
-            values[spec] = everyone.amax(0)
+            values[spec] = summaries.amax(0)
         return Agreed(values, self.starts)
 
 
 def _by_vector(group: Sequence[Item]) -> list[tuple[int, Segments, list[Item]]]:
-    """Whole tensors as segments; neighbours in one vector together, so that their order is kept."""
-    found: list[tuple[int, list[Item]]] = []
+    """Group whole tensors into segments, consecutive ones of a vector together, so that order is kept."""
+    runs: list[tuple[int, list[Item]]] = []
     for item in group:
-        if found and found[-1][0] == item.vector:
-            found[-1][1].append(item)
+        if runs and runs[-1][0] == item.vector:
+            runs[-1][1].append(item)
         else:
-            found.append((item.vector, [item]))
-    return [(vector, _segments(items), items) for vector, items in found]
+            runs.append((item.vector, [item]))
+    return [(vector, _segments(items), items) for vector, items in runs]
 
 
 def _segments(items: Sequence[Item]) -> Segments:
@@ -70,10 +70,10 @@ def _segments(items: Sequence[Item]) -> Segments:
 
 
 def _reach(items: Sequence[Item], x: Tensor) -> Tensor | None:
-    """The largest residual of each tensor, of any of its slots; None if there are none."""
+    """Return the largest residual of each tensor over its slots; None without feedback or on meta."""
     if not items[0].codec.feedback or x.device.type == "meta":
         return None
-    found = [item.channel.largest_owed(item.name) for item in items]
+    largest = [item.channel.largest_residual(item.name) for item in items]
     return torch.stack(
-        [torch.zeros((), device=x.device) if each is None else each.to(x.device) for each in found]
+        [torch.zeros((), device=x.device) if each is None else each.to(x.device) for each in largest]
     )

@@ -1,13 +1,13 @@
-"""Which schedule suits a codec, a size and a world, and why."""
+"""The choice of a schedule for a codec, a size and a world, and the reason."""
 
 from thinwire.codecs import Codec
 from thinwire.schedules.traits import feeds_back, is_bound, is_cast, is_sparse
 
-SMALL_NBYTES = 1 << 16  #: what a rank may send to save an exchange
+SMALL_NBYTES = 1 << 16  #: bytes that a rank may send in `one_shot` to save an exchange
 
 
 def choose(codec: Codec, numel: int, world: int) -> tuple[str, str]:
-    """The spec of a schedule and the reason for it.
+    """Return the spec of a schedule and the reason for it.
 
     >>> from thinwire import codecs
     >>> choose(codecs.get("int8/256"), 25_000_000, 8)[0]
@@ -16,7 +16,7 @@ def choose(codec: Codec, numel: int, world: int) -> tuple[str, str]:
     if is_cast(codec) and not feeds_back(codec):
         return "native", f"the network itself can add {codec.name} numbers"
     if is_sparse(codec):
-        return "sparse", "a few elements from every rank are gathered and added where they belong"
+        return "one_shot", "a few elements from every rank are gathered and added where they belong"
     if is_bound(codec):
         return "one_shot", f"{codec.spec} is for a whole tensor and cannot be cut into shards"
     if world <= 2:

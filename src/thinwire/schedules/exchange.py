@@ -1,9 +1,9 @@
-"""What a schedule may ask of whoever runs it.
+"""The exchanges that a schedule may request from its runtime.
 
-A schedule is a generator. It yields a request, and finds its buffers filled when it is resumed. All ranks
-yield the same requests in the same order; one that has nothing to send or to receive says so with an empty
-`SendRecv`. `peers` are the ranks that take part, and other ranks are meant as places among them; None
-means all.
+A schedule is a generator. It yields a request; when it is resumed, the runtime has filled the buffers. All
+ranks yield the same requests in the same order; a rank with nothing to send or receive yields an empty
+`SendRecv`. `peers` are the ranks that take part, None means all. Other rank numbers in a request are indices
+into `peers`.
 """
 
 import itertools
@@ -16,30 +16,30 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank's part of a vector of bytes to every other rank."""
+    """Send every rank's part of a byte vector to all ranks."""
 
-    wires: Tensor  #: uint8, flat; part r is filled by rank r
+    wires: Tensor  #: uint8, flat; rank r fills part r
     sizes: Sequence[int]  #: bytes of every part
     peers: range | None = None
-    fill: Callable[[], object] | None = None  #: encodes this rank's part; others' may arrive before
-    stride: int = 0  #: bytes from one part to the next; 0: they lie one after another
+    fill: Callable[[], object] | None = None  #: encodes this rank's part; other parts may arrive earlier
+    stride: int = 0  #: bytes from one part to the next; 0: parts are contiguous
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """To every rank its part of one's own bytes."""
+    """Send one part of this rank's bytes to each rank."""
 
-    wire: Tensor  #: uint8, flat; part r goes to rank r
+    wire: Tensor  #: uint8, flat; part r is for rank r
     sizes: Sequence[int]  #: bytes of every part
-    out: Tensor  #: uint8, what comes, rank by rank
+    out: Tensor  #: uint8, the received parts, by rank
     peers: range | None = None
-    coming: Sequence[int] | None = None  #: bytes from every rank; None: as many from each
-    stride: int = 0  #: bytes from one part to the next, in `wire` and `out`; 0: they lie one after another
+    coming: Sequence[int] | None = None  #: bytes from every rank; None: equally many from each
+    stride: int = 0  #: bytes from one part to the next, in `wire` and `out`; 0: parts are contiguous
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum over all ranks, made by the network in its own order."""
+    """Sum over all ranks; the network adds, in its own order."""
 
     values: Tensor  #: float32, float16 or bfloat16; replaced by the sum
     peers: range | None = None
@@ -47,7 +47,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class SendRecv:
-    """Bytes to one rank and from one; either may be missing."""
+    """Send bytes to one rank and receive bytes from one; either may be missing."""
 
     wire: Tensor | None = None
     to: int | None = None
@@ -57,12 +57,12 @@ class SendRecv:
 
 
 Request: TypeAlias = AllGather | AllToAll | AllReduce | SendRecv
-#: A schedule at work on one rank.
+#: A running schedule on one rank.
 Exchanges: TypeAlias = Generator[Request, None, None]
 
 
 def parts(wires: Tensor, sizes: Sequence[int], stride: int = 0) -> list[Tensor]:
-    """Every rank's part of some bytes.
+    """Split bytes into every rank's part.
 
     >>> import torch
     >>> [part.tolist() for part in parts(torch.arange(8), (1, 2), stride=4)]
@@ -72,25 +72,25 @@ def parts(wires: Tensor, sizes: Sequence[int], stride: int = 0) -> list[Tensor]:
 
 
 def starts(sizes: Sequence[int], stride: int = 0) -> list[int]:
-    """Where every rank's part begins."""
+    """Return the first byte of every rank's part."""
     if stride:
         return [stride * rank for rank in range(len(sizes))]
     return list(itertools.accumulate(sizes[:-1], initial=0))
 
 
 def arriving(request: AllToAll, place: int) -> Sequence[int]:
-    """Bytes that come from every rank."""
+    """Return the bytes received from every rank."""
     return request.coming or (request.sizes[place],) * len(request.sizes)
 
 
 def fill(request: Request) -> None:
-    """Encode this rank's part, where that was left to the runtime."""
+    """Encode this rank's part, where the schedule left that to the runtime."""
     if isinstance(request, AllGather) and request.fill is not None:
         request.fill()
 
 
 def among(steps: Exchanges, peers: range) -> Exchanges:
-    """The same exchanges, among these ranks only.
+    """Yield the same exchanges, restricted to these ranks.
 
     >>> list(among(iter([SendRecv(to=1)]), range(4, 8)))[0].peers
     range(4, 8)

@@ -1,8 +1,8 @@
 """Several tensors in one exchange.
 
-A bucket of small tensors would pay the network's latency for each. `fused` runs their schedules side by side
-and joins what they ask for at the same time: one exchange for the whole bucket. The schedules know nothing
-of it, and no bit of the result changes.
+Sent one by one, each small tensor of a bucket would cost the network's latency. `fused` runs their schedules
+side by side and joins the requests of each step into one exchange. Schedules need no change for it, and the
+result has the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from thinwire.schedules.batch_run import BatchRun
 from thinwire.schedules.exchange import (
     AllGather,
     AllReduce,
@@ -21,21 +22,20 @@ from thinwire.schedules.exchange import (
     fill,
     parts,
 )
-from thinwire.schedules.seat import Seat
-from thinwire.schedules.use import Use
+from thinwire.schedules.rank_context import RankContext
 
 
-def apart(steps: Callable[[Tensor, Seat], Exchanges]) -> Callable[[Use], Exchanges]:
-    """A schedule of one tensor as one of a batch."""
+def apart(steps: Callable[[Tensor, RankContext], Exchanges]) -> Callable[[BatchRun], Exchanges]:
+    """Turn a schedule of one tensor into a schedule of a batch."""
 
-    def together(use: Use) -> Exchanges:
-        yield from fused([steps(x, seat) for x, seat in use.tensors()], use.batch.rank)
+    def together(run: BatchRun) -> Exchanges:
+        yield from fused([steps(x, context) for x, context in run.tensors()], run.batch.rank)
 
     return together
 
 
 def fused(steps: Sequence[Exchanges], rank: int) -> Exchanges:
-    """Schedules of the same kind, in lockstep, on one rank."""
+    """Run schedules of the same kind in lockstep, on one rank."""
     if len(steps) == 1:
         yield from steps[0]
         return
@@ -50,13 +50,13 @@ def fused(steps: Sequence[Exchanges], rank: int) -> Exchanges:
 def _together(requests: list[Request], rank: int) -> Exchanges:
     first = requests[0]
     if isinstance(first, AllGather):
-        yield from _gather([each for each in requests if isinstance(each, AllGather)], rank)
+        yield from _gather([request for request in requests if isinstance(request, AllGather)], rank)
     elif isinstance(first, AllToAll):
-        yield from _exchange([each for each in requests if isinstance(each, AllToAll)], rank)
+        yield from _exchange([request for request in requests if isinstance(request, AllToAll)], rank)
     elif isinstance(first, AllReduce):
-        yield from _reduce([each for each in requests if isinstance(each, AllReduce)])
+        yield from _reduce([request for request in requests if isinstance(request, AllReduce)])
     else:
-        yield from _pass_on([each for each in requests if isinstance(each, SendRecv)])
+        yield from _pass_on([request for request in requests if isinstance(request, SendRecv)])
 
 
 def _gather(requests: list[AllGather], rank: int) -> Exchanges:
@@ -69,10 +69,10 @@ def _gather(requests: list[AllGather], rank: int) -> Exchanges:
         fill(each)
     wanted = [parts(each.wires, each.sizes, each.stride) for each in requests]
     own = rank if requests[0].peers is None else requests[0].peers.index(rank)
-    there = wires.split(list(sizes))
-    torch.cat([each[own] for each in wanted], out=there[own])
+    places = wires.split(list(sizes))
+    torch.cat([each[own] for each in wanted], out=places[own])
     yield AllGather(wires, sizes, requests[0].peers)
-    for i, joined in enumerate(there):
+    for i, joined in enumerate(places):
         _spread(joined, [each[i] for each in wanted])
 
 
@@ -100,16 +100,16 @@ def _exchange(requests: list[AllToAll], rank: int) -> Exchanges:
 
 
 def _reduce(requests: list[AllReduce]) -> Exchanges:
-    values = torch.cat([each.values for each in requests])
+    values = torch.cat([request.values for request in requests])
     yield AllReduce(values, requests[0].peers)
-    _spread(values, [each.values for each in requests])
+    _spread(values, [request.values for request in requests])
 
 
 def _pass_on(requests: list[SendRecv]) -> Exchanges:
     first = requests[0]
-    wires = [each.wire for each in requests if each.wire is not None]
-    outs = [each.out for each in requests if each.out is not None]
-    out = outs[0].new_empty(sum(each.numel() for each in outs)) if outs else None
+    wires = [request.wire for request in requests if request.wire is not None]
+    outs = [request.out for request in requests if request.out is not None]
+    out = outs[0].new_empty(sum(request.numel() for request in outs)) if outs else None
     yield SendRecv(torch.cat(wires) if wires else None, first.to, out, first.source, first.peers)
     if out is not None:
         _spread(out, outs)

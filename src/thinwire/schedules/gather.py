@@ -1,7 +1,7 @@
-"""Schedules of one exchange: everyone's wire to everyone, then the same sum on every rank.
+"""Schedules of one exchange: all-gather the wires, then compute the same sum on every rank.
 
-What becomes of the wires is a function of them all, `Combine`. It is a part of its own because no rank enters
-into it: whoever simulates many ranks needs to run it once.
+The sum is a function of all wires, a `Combine`. It is separate because it does not depend on the rank: a
+simulation of many ranks runs it once.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,24 +12,24 @@ from torch import Tensor
 
 from thinwire import slots
 from thinwire.schedules.exchange import AllGather, Exchanges
-from thinwire.schedules.seat import Seat
+from thinwire.schedules.rank_context import RankContext
 
-#: From wires [world, nbytes] of some tensors, and any rank's seat for each, to their sums.
-Combine: TypeAlias = Callable[[Sequence[Tensor], Sequence[Seat], Sequence[Tensor]], None]
+#: Computes sums from the wires [world, nbytes] of some tensors and any rank's context for each.
+Combine: TypeAlias = Callable[[Sequence[Tensor], Sequence[RankContext], Sequence[Tensor]], None]
 
 
-def gathered(x: Tensor, seat: Seat, combine: Combine) -> Exchanges:
+def gathered(x: Tensor, context: RankContext, combine: Combine) -> Exchanges:
     """Encode, gather all wires, combine them."""
-    nbytes = seat.codec.nbytes(x.numel())
-    wires = seat.buffer("wires", (seat.world, nbytes), x)
-    encode = partial(seat.encode, x, slots.SENT, wires[seat.rank])
-    seat.check(x, slots.SENT)
-    yield AllGather(wires.view(-1), (nbytes,) * seat.world, fill=encode)
+    nbytes = context.codec.nbytes(x.numel())
+    wires = context.buffer("wires", (context.world, nbytes), x)
+    encode = partial(context.encode, x, slots.SENT, wires[context.rank])
+    context.check(x, slots.SENT)
+    yield AllGather(wires.view(-1), (nbytes,) * context.world, fill=encode)
     if x.device.type != "meta" and x.numel():
-        combine([wires], [seat], [x])
+        combine([wires], [context], [x])
 
 
-def add_up(wires: Sequence[Tensor], seats: Sequence[Seat], outs: Sequence[Tensor]) -> None:
-    """The sum in float32, in the order of ranks."""
-    for wire, seat, out in zip(wires, seats, outs, strict=True):
-        seat.add_up(wire, seat.weight, out)
+def add_up(wires: Sequence[Tensor], contexts: Sequence[RankContext], outs: Sequence[Tensor]) -> None:
+    """Add wires in float32, in the order of ranks."""
+    for wire, context, out in zip(wires, contexts, outs, strict=True):
+        context.add_up(wire, context.weight, out)

@@ -1,4 +1,4 @@
-"""Low-precision arithmetic as hardware might do it, bit for bit, and many nodes, on one device.
+"""Simulate low-precision arithmetic bit for bit, and training on many nodes, on one device.
 
 >>> import torch
 >>> from thinwire import simulate
@@ -7,7 +7,7 @@
 tensor([[31.2500, 31.2500],
         [31.2500, 31.2500]])
 
-| for | there is |
+| for | use |
 |---|---|
 | numbers | `Precision`, `Quantizer`, `Counters` |
 | products | `Arithmetic`, `matmul` |
@@ -15,7 +15,7 @@ tensor([[31.2500, 31.2500],
 | updates | `SGD`, `RMSprop`, `Adam`, `LossScale` |
 | precision that changes | `ladder` (MuPPET), `assignment` (Lee et al.) |
 | many nodes | `Nodes`, `train`, `round_trip` |
-| small networks on a GPU | `train(recorded=True)`: `thinwire.simulate.recorded` |
+| small networks on a GPU | `train(recorded=True)`: `thinwire.simulate.cuda_graph` |
 """
 
 from thinwire.simulate import assignment, functional, ladder, layers, recipes
@@ -25,10 +25,10 @@ from thinwire.simulate.gemm import Arithmetic, matmul
 from thinwire.simulate.loss_scale import LossScale
 from thinwire.simulate.nodes import Nodes
 from thinwire.simulate.precision import Precision
+from thinwire.simulate.pure_mode import round_trip
 from thinwire.simulate.quantizer import Quantizer
 from thinwire.simulate.recipes import Recipe, Rule
 from thinwire.simulate.stages import Stages
-from thinwire.simulate.through import round_trip
 from thinwire.simulate.training import Plan, Point, Trained, evaluate, train
 from thinwire.simulate.update import SGD, Adam, RMSprop
 

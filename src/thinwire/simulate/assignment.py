@@ -1,9 +1,9 @@
-"""Which layers get few bits: the largest first, and back if they overflow (Lee, Sharma and Aiken 2023).
+"""Give the largest layers few bits, and restore layers that overflow (Lee, Sharma and Aiken 2023).
 
-A network is cut into groups. A convolution, a linear layer or attention begins one, and what follows (norms,
-activations, pooling) belongs to it. Groups are demoted to low precision from the largest down, until a given
-share of all numbers is low. While training, `Promotion` finds the layers whose numbers overflow: they
-return to high precision, for good.
+A network is cut into groups. A convolution, a linear layer or attention begins a group, and the layers after
+it (norms, activations, pooling) belong to it. Groups are demoted to low precision from the largest down,
+until a given share of all numbers is low. During training, `Promotion` names the layers whose numbers
+overflow: they return to high precision and stay there.
 
     low = demote(model, example, share=0.9)
     simulate.convert(model, recipe(low))
@@ -36,7 +36,7 @@ HEADS = (
     nn.MultiheadAttention,
 )
 #: A sign, 4 exponent and 3 mantissa bits; a bias of 7 + 4 moves its range down to 2**-13 .. 28, where
-#: activations are. NaN is kept, what is larger is cut.
+#: activations are. NaN is kept, larger numbers saturate.
 SHIFTED = Float(4, 3, specials="fn", saturate=True, bias=11)
 HIGH = Stages.uniform("e6m9")
 LOW = Stages(SHIFTED, "e5m2", "e6m9", optimizer="e6m9", loss="e6m9")
@@ -49,7 +49,7 @@ FORWARD = (
 
 @dataclass(frozen=True)
 class Member:
-    """A layer, not made of others: how many numbers it puts out, and how many parameters it has."""
+    """One layer of a group: how many outputs and parameters it has."""
 
     name: str
     outputs: int
@@ -62,7 +62,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """A layer and what follows it; without a name, what comes before the first such layer."""
+    """A layer of `HEADS` and the layers after it; the group before the first such layer has no name."""
 
     name: str
     members: tuple[Member, ...]
@@ -74,10 +74,10 @@ class Group:
 
 @torch.no_grad()
 def groups(model: nn.Module, example: Any) -> tuple[Group, ...]:
-    """The groups of a model, in the order in which a batch passes through them.
+    """Return the groups of a model, in the order in which a batch passes through them.
 
-    `example` is a batch (a tensor, or a tuple of arguments), sent through the model in evaluation: statistics
-    of norms stay as they were. Reshaping and activations in place put out nothing new.
+    `example` is a batch (a tensor, or a tuple of arguments). The model runs it in evaluation mode, so running
+    statistics stay as they were. Reshaping and in-place activations add no outputs.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
     >>> [(each.name, each.size) for each in groups(net, torch.zeros(1, 1, 4, 4))]
@@ -93,8 +93,8 @@ def groups(model: nn.Module, example: Any) -> tuple[Group, ...]:
         nonlocal current
         current = name if isinstance(module, HEADS) else current
         group_of.setdefault(name, current)
-        held = {_storage(each) for each in _tensors(given)}
-        fresh = (each.numel() for each in _tensors(result) if _storage(each) not in held)
+        inputs = {_storage(each) for each in _tensors(given)}
+        fresh = (each.numel() for each in _tensors(result) if _storage(each) not in inputs)
         outputs[name] = outputs.get(name, 0) + sum(fresh)
 
     leaves = dict(_leaves(model))
@@ -113,17 +113,17 @@ def groups(model: nn.Module, example: Any) -> tuple[Group, ...]:
             module.training = before
         for hook in hooks:
             hook.remove()
-    found: dict[str, list[Member]] = {}
+    by_group: dict[str, list[Member]] = {}
     for name, group in group_of.items():
         count = sum(each.numel() for each in leaves[name].parameters())
-        found.setdefault(group, []).append(Member(name, outputs[name], count))
-    return tuple(Group(name, tuple(members)) for name, members in found.items())
+        by_group.setdefault(group, []).append(Member(name, outputs[name], count))
+    return tuple(Group(name, tuple(members)) for name, members in by_group.items())
 
 
 def demote(
     model: nn.Module, example: Any, share: float, low: Stages = LOW, high: Stages = HIGH
 ) -> dict[str, Stages]:
-    """Stages for every layer: low for the largest groups, until they hold `share` of all numbers or more.
+    """Return stages for every layer: `low` for the largest groups, until these hold `share` of all numbers.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = demote(net, torch.zeros(1, 4), share=0.5)
@@ -136,11 +136,11 @@ def demote(
     named = sorted((each for each in parts if each.name), key=lambda each: -each.size)
     if not named:
         raise InputError("the model has no linear, convolutional or attention layer that could be demoted")
-    wanted, held, chosen = share * sum(each.size for each in parts), 0, set()
+    wanted, total, chosen = share * sum(each.size for each in parts), 0, set()
     for each in named:
-        if held >= wanted:
+        if total >= wanted:
             break
-        held += each.size
+        total += each.size
         chosen.add(each.name)
     return {member.name: low if group.name in chosen else high for group in parts for member in group.members}
 
@@ -148,13 +148,13 @@ def demote(
 def recipe(
     assignment: Mapping[str, Stages], high: Stages = HIGH, name: str = "assigned", why: str = ""
 ) -> Recipe:
-    """An assignment in the form that `convert` takes: one rule for each layer, `high` for the rest."""
+    """Return an assignment as a recipe for `convert`: one rule for each layer, `high` for the rest."""
     rules = tuple(Rule(stages, name=glob.escape(layer), why=why) for layer, stages in assignment.items())
     return Recipe(name, high, rules)
 
 
 def bits(model: nn.Module, assignment: Mapping[str, Stages], example: Any, high: Stages = HIGH) -> float:
-    """Mean bits of a number in training: of outputs and their errors, parameters and their gradients.
+    """Return the mean bits per number, over outputs, their errors, parameters and their gradients.
 
     >>> net = nn.Sequential(nn.Linear(4, 4, bias=False))
     >>> bits(net, {"0": HIGH}, torch.zeros(4, 4)), bits(net, {"0": LOW}, torch.zeros(4, 4))
@@ -170,13 +170,13 @@ def bits(model: nn.Module, assignment: Mapping[str, Stages], example: Any, high:
             total += each.outputs * (forward + backward) + each.parameters * (forward + gradient)
             numbers += 2 * each.size
     if not numbers:
-        raise InputError("the model puts out no numbers for this example")
+        raise InputError("the model has no parameters, and no outputs for this example")
     return total / numbers
 
 
 @dataclass
 class Promotion:
-    """Looks for layers whose numbers overflow on the way forward.
+    """Names layers whose numbers overflow in the forward pass.
 
     >>> counters, promotion = Counters(), Promotion(threshold=0.01)
     >>> x = torch.tensor([1.0, 100.0])
@@ -185,15 +185,15 @@ class Promotion:
     (['fc'], [])
     """
 
-    threshold: float = 0.01  #: more than this share of a tensor's numbers is too much
-    promoted: set[str] = field(default_factory=set)  #: layers, for good
+    threshold: float = 0.01  #: promote a layer if more of a tensor's numbers overflow
+    promoted: set[str] = field(default_factory=set)  #: layers named so far
     _last: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def look(self, counters: Counters, reduce: Callable[[Tensor], Tensor] | None = None) -> list[str]:
-        """Layers to promote, for what was counted since the last look; each is named once.
+        """Return the layers to promote, judged by counts since the last call; each is named once.
 
-        `reduce` makes of each rank's shares the largest over ranks, so that all promote the same layers. It
-        gets shares in the order of layers' names, of which all ranks have counted the same.
+        `reduce` returns the maximum of its argument over ranks, so that all ranks promote the same layers.
+        Its argument holds this rank's shares, sorted by layer. All ranks must have counted the same layers.
         """
         worst: dict[str, float] = {}
         for name, counts in counters.read().items():
@@ -206,18 +206,18 @@ class Promotion:
         shares = torch.tensor([worst[layer] for layer in layers], dtype=torch.float64)
         if reduce is not None and layers:
             shares = reduce(shares)
-        found = [
+        overflowing = [
             layer
             for layer, share in zip(layers, shares.tolist(), strict=True)
             if share > self.threshold and layer not in self.promoted
         ]
-        self.promoted.update(found)
-        return found
+        self.promoted.update(overflowing)
+        return overflowing
 
     def _since(self, name: str, numbers: int, beyond: int) -> float:
-        """The share that was beyond a format's range since the last look."""
+        """Return the share of numbers beyond a format's range since the last call."""
         before = self._last.get(name, (0, 0))
-        if before[0] > numbers:  # counted anew
+        if before[0] > numbers:  # the counters were cleared
             before = (0, 0)
         self._last[name] = (numbers, beyond)
         return (beyond - before[1]) / (numbers - before[0]) if numbers > before[0] else 0.0
@@ -226,7 +226,7 @@ class Promotion:
 def promote(
     assignment: Mapping[str, Stages], layers: Iterable[str], high: Stages = HIGH
 ) -> dict[str, Stages]:
-    """The assignment with some layers in high precision.
+    """Return the assignment with these layers in high precision.
 
     >>> promote({"fc": LOW}, ["fc"]) == {"fc": HIGH}
     True
@@ -235,7 +235,7 @@ def promote(
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that are not made of others, and those that begin a group, each once, by name."""
+    """Modules without submodules, and modules of `HEADS`, each once, by name."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         head = isinstance(module, HEADS)
@@ -250,7 +250,9 @@ def _tensors(found: Any) -> list[Tensor]:
         return [found]
     if isinstance(found, Mapping):
         found = found.values()
-    return [x for each in found for x in _tensors(each)] if isinstance(found, Iterable) else []
+    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+        return []
+    return [x for each in found for x in _tensors(each)]
 
 
 def _storage(x: Tensor) -> int:

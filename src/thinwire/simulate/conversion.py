@@ -1,7 +1,7 @@
-"""Models whose layers compute in other numbers, from models whose layers do not.
+"""Convert a model, so that its layers compute in the precisions of a recipe.
 
-Layers are changed in place: modules, parameters and buffers stay the same objects, and so do their names. A
-model may be converted again, to other numbers or back to `fp32`: for a warm-up, or step by step up a ladder.
+Layers are changed in place: modules, parameters and buffers stay the same objects and keep their names. A
+model may be converted again, to other precisions or back to `fp32`: for a warm-up, or to climb a ladder.
 
 >>> model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Bilinear(3, 3, 1))
 >>> model = convert(model, "lu")
@@ -14,8 +14,8 @@ LEFT IN FLOAT32, not simulated: 1 layer
 >>> str(describe(model)[0].stages.forward)
 'Precision(posit8_1~zero~centre)'
 
-Only modules can be changed. What a model's own code computes (`x + y`, `torch.nn.functional.linear`, ...)
-stays float32 until the next layer rounds it; `thinwire.simulate.functional` has functions for such code.
+Only modules can be changed. Results of a model's own code (`x + y`, `torch.nn.functional.linear`, ...)
+stay float32 until the next layer rounds them; `thinwire.simulate.functional` has functions for such code.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ from thinwire.simulate.stages import Stages
 __all__ = ["Recipe", "Row", "Rule", "convert", "describe"]
 
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.MultiheadAttention)
-#: Layers that make no new numbers, or (dropout) only scale them.
+#: Layers that compute no new numbers, or (dropout) only scale them.
 QUIET = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.Flatten, nn.Unflatten, nn.Dropout,
     nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
@@ -46,24 +46,24 @@ QUIET = (
 )  # fmt: skip
 ROOT = "model"  #: the name of a layer that is the whole model
 COMPILED = "_orig_mod"  #: what torch.compile adds to names
-LOSS = "loss"  #: the name of a loss that is
+LOSS = "loss"  #: the name of a loss that is the whole model
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layer, and the numbers it computes in; stages None: float32, as torch computes."""
+    """A layer and its stages; None: float32, as torch computes."""
 
     name: str
     kind: str
     stages: Stages | None
-    note: str = ""  #: why
+    note: str = ""  #: why it has these stages, or cannot be simulated
     left: bool = False  #: whether it cannot be simulated
 
     @property
     def numbers(self) -> str:
-        """In words."""
-        said = "float32, as torch computes" if self.stages is None else _said(self.stages)
-        return f"{said} ({self.note})" if self.note else said
+        """The stages in words."""
+        words = "float32, as torch computes" if self.stages is None else _said(self.stages)
+        return f"{words} ({self.note})" if self.note else words
 
 
 def convert(
@@ -74,12 +74,12 @@ def convert(
     counters: Counters | None = None,
     tell: Callable[[str], object] | None = print,
 ) -> nn.Module:
-    """The same model, its layers changed to what a recipe says; `tell` is told about each.
+    """Change the layers of a model to a recipe's stages, and return it; `tell` gets a table of them.
 
-    Seed and counters that are not given stay what they are, at first 0 and none. Give each rank a seed of its
-    own where rounding errors of several ranks should average out.
+    A seed or counters that are not given stay as they are, at first 0 and none. Give each rank its own seed
+    if the rounding errors of ranks should average out.
 
-    Weights are not rounded where they are stored: give the recipe's `optimizer` to `simulate.SGD`.
+    Stored weights are not rounded: give the recipe's `optimizer` to `simulate.SGD`.
 
     >>> from thinwire import simulate
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
@@ -93,14 +93,14 @@ def convert(
     if not isinstance(model, nn.Module):
         raise InputError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     if counters is not None and not isinstance(counters, Counters):
-        raise InputError(f"counters is a simulate.Counters, not {type(counters).__name__}")
+        raise InputError(f"counters must be a simulate.Counters, not {type(counters).__name__}")
     chosen = recipes.get(recipe)
-    found = list(_layers(model))
-    for name, module in found:
-        layers.check(module, name)  # before anything is changed
-    places = _places(found)
+    named = list(_layers(model))
+    for name, module in named:
+        layers.check(module, name)  # before any layer is changed
+    places = _places(named)
     rows, used = [], list[Rule | None]()
-    for name, module in found:
+    for name, module in named:
         row = _row(name, module)
         used.append(chosen.route(row.name, row.kind, places.get(name, ())))
         if not row.left:
@@ -109,13 +109,13 @@ def convert(
     for module in model.modules():
         _no_shortcut(module)
     if tell is not None:
-        mine = isinstance(recipe, Recipe) and not isinstance(model, nn.modules.loss._Loss)
-        tell(_table(chosen, rows, [each for each in chosen.rules if mine and each not in used]))
+        lists_unused = isinstance(recipe, Recipe) and not isinstance(model, nn.modules.loss._Loss)
+        tell(_table(chosen, rows, [each for each in chosen.rules if lists_unused and each not in used]))
     return model
 
 
 def describe(model: nn.Module) -> list[Row]:
-    """What each layer that makes numbers computes in, now.
+    """Return a row for each layer that computes numbers, as it is now.
 
     >>> [(row.name, row.numbers) for row in describe(nn.Linear(1, 1))]
     [('model', 'float32, as torch computes')]
@@ -154,7 +154,7 @@ def _changed(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that make numbers, each once, by the names that rules see."""
+    """Modules that compute numbers, each once, with the names that rules match."""
     inside: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -179,14 +179,14 @@ def _makes_numbers(module: nn.Module) -> bool:
 
 
 def _places(found: list[tuple[str, nn.Module]]) -> dict[str, tuple[str, ...]]:
-    """Which layers with products are first and last; one may be both."""
+    """Return which layers with products are first and last; one may be both."""
     names = [name for name, module in found if isinstance(module, PRODUCTS) and not layers.refusal(module)]
     ends = {"first": names[:1], "last": names[-1:]}
     return {name: tuple(end for end, at in ends.items() if name in at) for name in names}
 
 
 def _no_shortcut(module: nn.Module) -> None:
-    """Torch's transformers have a way past their layers, in evaluation. It is closed."""
+    """Disable the fast path of torch's transformers, which bypasses their layers in evaluation."""
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0
     elif isinstance(module, nn.TransformerEncoder):
@@ -225,9 +225,9 @@ def _table(recipe: Recipe, rows: list[Row], unused: list[Rule]) -> str:
         text.append(f"LEFT IN FLOAT32, not simulated: {len(left)} layer{'s' * (len(left) > 1)}")
         text += [_line(line, widths) for line in left]
     for rule in unused:
-        asked = {"name": rule.name, "kind": rule.kind, "place": rule.place}
-        said = ", ".join(f"{key} {value}" for key, value in asked.items() if value != "*")
-        text.append(f"NO LAYER for the rule: {said or 'all others'}")
+        fields = {"name": rule.name, "kind": rule.kind, "place": rule.place}
+        conditions = ", ".join(f"{key} {value}" for key, value in fields.items() if value != "*")
+        text.append(f"NO LAYER for the rule: {conditions or 'all others'}")
     return "\n".join(text)
 
 

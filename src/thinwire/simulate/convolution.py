@@ -8,14 +8,14 @@ With the letters of `thinwire.simulate.functional`, and one product for each gro
     dx = B(windows(spread(e)) * flipped(B(w)))
     db = G(1 * e)
 
-A sum in y runs over (channel, position in the kernel), as in `torch.nn.functional.unfold`; one in dw, over
-(image, position in the image). dx is itself a convolution, of the errors, `stride` apart with zeros between
-and around them, with the kernels turned around: its sums run over (output channel, position in the turned
-kernel). So every addition is the arithmetic's, at the price of products with zeros where strides exceed 1.
+Sums in y run over (channel, position in the kernel), as in `torch.nn.functional.unfold`; sums in dw run over
+(image, position in the image). dx is a convolution of the errors with the flipped kernels; errors are
+`stride` apart, with zeros between and around them. Its sums run over (output channel, position in the flipped
+kernel). So the arithmetic does every addition, but strides above 1 cost products with zeros.
 
-With arithmetic None, torch's own convolutions are used: the same sums in an order of their own. On a GPU,
-cuDNN may take operands as TF32 (if torch is set to that, as it is by default) where all of them fit into it:
-numbers of up to 11 significant bits. Longer ones, float32 above all, are multiplied as they are.
+With arithmetic None, torch's own convolutions compute the same sums in another order. On a GPU, cuDNN may
+read operands as TF32 (if torch is set to that, as it is by default) where TF32 can represent all of them: up
+to 11 significant bits. Longer operands, float32 above all, are multiplied as they are.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ PLAIN = Site()
 
 @dataclass(frozen=True)
 class Geometry:
-    """Strides, dilations, and zeros before and after, for each dimension of an image; groups of channels."""
+    """Stride, dilation and padding before and after, per dimension of an image; and groups of channels."""
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -66,7 +66,7 @@ def conv1d(
     *,
     site: Site = PLAIN,
 ) -> Tensor:
-    """Of [batch, channels, length], or of one sample.
+    """Convolve [batch, channels, length], or one sample.
 
     >>> conv1d(torch.ones(1, 1, 4), torch.ones(1, 1, 3), padding="same")
     tensor([[[2., 3., 3., 2.]]])
@@ -85,7 +85,7 @@ def conv2d(
     *,
     site: Site = PLAIN,
 ) -> Tensor:
-    """Of [batch, channels, height, width], or of one image.
+    """Convolve [batch, channels, height, width], or one image.
 
     >>> conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 2), stride=(1, 2))
     tensor([[[[4.],
@@ -176,17 +176,17 @@ def _input_error(site: Site, geometry: Geometry, e: Tensor, weight: Tensor, shap
             return _torch_backward(geometry, e, e.new_empty(shape), weight, 0)
     spread = _spread(geometry, e, weight.shape[2:], shape[2:])
     windows = _windows(spread, weight.shape[2:], (1,) * (weight.ndim - 2), geometry.dilation)
-    turned = weight.flip(tuple(range(2, weight.ndim))).unflatten(0, (geometry.groups, -1))
-    kernels = turned.transpose(1, 2).flatten(3).flatten(0, 1)  # [groups * in, out, places]
+    flipped = weight.flip(tuple(range(2, weight.ndim))).unflatten(0, (geometry.groups, -1))
+    kernels = flipped.transpose(1, 2).flatten(3).flatten(0, 1)  # [groups * in, out, places]
     kernels = kernels.unflatten(0, (geometry.groups, -1)).flatten(2).mT  # [groups, out * places, in]
     dx = site.product(_rows(windows, geometry.groups), kernels, site.back, "input_error", "BB")
     return _images(dx, shape[0], shape[2:])
 
 
 def _torch_backward(geometry: Geometry, e: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
-    """The gradient of the input (0) or of the kernels (1), by torch."""
+    """Return the gradient of the input (0) or of the kernels (1), computed by torch."""
     padded, padding = _even(geometry, x)
-    found: Tensor = torch.ops.aten.convolution_backward(
+    gradient: Tensor = torch.ops.aten.convolution_backward(
         e,
         padded,
         weight,
@@ -200,13 +200,13 @@ def _torch_backward(geometry: Geometry, e: Tensor, x: Tensor, weight: Tensor, wh
         [which == 0, which == 1, False],
     )[which]
     if which == 0 and padded is not x:
-        return plain.pad(found, [-n for n in geometry.pads])
-    return found
+        return plain.pad(gradient, [-n for n in geometry.pads])
+    return gradient
 
 
 @contextlib.contextmanager
 def _unshortened(device: torch.device, *operands: object) -> Iterator[None]:
-    """In which operands of these precisions are multiplied as they are."""
+    """Turn off autocast, and TF32 unless it can represent these precisions, in this context."""
     with unautocast(device):
         if device.type != "cuda" or all(_is_short(Precision.of(each).format) for each in operands):  # type: ignore[arg-type]
             yield
@@ -222,7 +222,7 @@ def _unshortened(device: torch.device, *operands: object) -> Iterator[None]:
 
 @functools.cache
 def _is_short(format: Format | None) -> bool:
-    """Whether TF32 holds all its numbers."""
+    """Whether TF32 can represent all numbers of a format."""
     if format is None or format.bits > 16:
         return False
     values = format.values()
@@ -230,7 +230,7 @@ def _is_short(format: Format | None) -> bool:
 
 
 def _even(geometry: Geometry, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input, and as much padding as torch can add by itself: as much after as before."""
+    """Return the input, and the padding left to torch, which pads both sides equally."""
     if geometry.before == geometry.after:
         return x, geometry.before
     return plain.pad(x, geometry.pads), (0,) * len(geometry.before)
@@ -268,16 +268,16 @@ def _images(rows: Tensor, batch: int, places: tuple[int, ...]) -> Tensor:
 
 
 def _spread(geometry: Geometry, e: Tensor, kernel: tuple[int, ...], image: tuple[int, ...]) -> Tensor:
-    """Errors as far apart as their windows were, with zeros between and around them."""
-    apart = [(n - 1) * step + 1 for n, step in zip(e.shape[2:], geometry.stride, strict=True)]
-    spread = e.new_zeros(*e.shape[:2], *apart)
+    """Return errors `stride` apart, with zeros between and around them."""
+    sizes = [(n - 1) * step + 1 for n, step in zip(e.shape[2:], geometry.stride, strict=True)]
+    spread = e.new_zeros(*e.shape[:2], *sizes)
     places = tuple(slice(None, None, step) for step in geometry.stride)
     spread[(slice(None), slice(None), *places)] = e
     pads: list[int] = []
     for at in reversed(range(len(kernel))):
         span = (kernel[at] - 1) * geometry.dilation[at]
         before = span - geometry.before[at]
-        pads += [before, image[at] + span - before - apart[at]]
+        pads += [before, image[at] + span - before - sizes[at]]
     return plain.pad(spread, pads)
 
 
@@ -294,7 +294,7 @@ def _geometry(
     steps, gaps = _each(stride, dimensions, "stride"), _each(dilation, dimensions, "dilation")
     if padding == "same":
         if set(steps) != {1}:
-            raise InputError("padding='same' needs stride 1; use numbers")
+            raise InputError("padding='same' needs stride 1; give padding as numbers")
         spans = [(size - 1) * gap for size, gap in zip(weight.shape[2:], gaps, strict=True)]
         return Geometry(steps, gaps, tuple(n // 2 for n in spans), tuple(n - n // 2 for n in spans), groups)
     if isinstance(padding, str) and padding != "valid":
@@ -304,7 +304,7 @@ def _geometry(
 
 
 def _each(given: int | tuple[int, ...], dimensions: int, what: str) -> tuple[int, ...]:
-    found = (given,) * dimensions if isinstance(given, int) else tuple(given)
-    if len(found) != dimensions:
+    values = (given,) * dimensions if isinstance(given, int) else tuple(given)
+    if len(values) != dimensions:
         raise InputError(f"{what} must be a number or {dimensions} of them, not {given}")
-    return found
+    return values

@@ -1,7 +1,7 @@
-"""How often a format was too small: counted on the device, read when somebody asks.
+"""Count how often numbers overflow, saturate or underflow, and how often an update is lost.
 
-Counting waits for nothing on a GPU: counts stay in one small table per device, and `step` copies that table
-there. Only `read`, `table` and `rows` fetch it.
+Counting never waits for a GPU: counts stay in one small table per device, and `step` copies that table on the
+device. Only `read`, `table` and `rows` fetch it.
 """
 
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ INFINITY = float("inf")
 
 @dataclass
 class Counters:
-    """Counts by name: of numbers seen, and of those a format could not hold.
+    """Counts by name: numbers seen, and numbers that a format could not represent.
 
-    overflow: a finite number became infinite or NaN; saturation: it was beyond what rounds to the largest
-    there is, and was cut to that; underflow: it was not zero and became zero; cancelled: an update was not
-    zero and its weight stayed. What was infinite or NaN before is not counted.
+    overflow: a finite number became infinite or NaN; saturation: it was beyond the range that rounds to the
+    format's ends, and was cut to an end; underflow: it was not zero and became zero; cancelled: an update was
+    not zero and its weight stayed the same. Numbers that were infinite or NaN before are not counted.
 
     >>> from thinwire import formats
     >>> counters, e4m3 = Counters(), formats.get("e4m3")
@@ -36,7 +36,7 @@ class Counters:
     >>> counters.read()["fc"]
     {'numbers': 4, 'overflow': 1, 'saturation': 0, 'underflow': 1}
 
-    With `history`, `step` ends a step, and `rows` tells steps apart:
+    With `history`, `step` ends a step, and `rows` lists counts by step:
 
     >>> counters = Counters(history=True)
     >>> for _ in range(2):
@@ -46,8 +46,8 @@ class Counters:
     [(0, 'fc', 1), (1, 'fc', 1)]
     """
 
-    every: int = 1  #: only every so many calls of a name are counted
-    history: bool = False  #: whether counts of each step are kept, not their totals alone
+    every: int = 1  #: one call of a name in so many is counted
+    history: bool = False  #: whether counts of each step are kept, not only totals
     steps: int = field(default=0, init=False)  #: ended so far
     _tallies: dict[str, "_Tally"] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -55,19 +55,19 @@ class Counters:
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or self.every < 1:
-            raise InputError(f"every is a number of calls, 1 or more, not {self.every}")
+            raise InputError(f"every must be a number of calls, 1 or more, not {self.every}")
 
     def note(
         self, name: str, to: Precision | Format, before: Tensor, after: Tensor, unit: Tensor | float = 1.0
     ) -> None:
-        """What rounding to a precision did; `unit` is the scale it was done with."""
+        """Count what rounding `before` to `after` did; `unit` is the scale of the rounding."""
         tally = self._wanted(name, KINDS)
         if tally is None or not before.numel():
             return
         x, y = _array(before), _array(after)
         if isinstance(x, np.ndarray):
             low, high = tally.range(to)
-            short = after.dtype == torch.float16  # which a format may outgrow
+            short = after.dtype == torch.float16  # a format's numbers may exceed its range
             self._add(tally, before, _on_host(x, y, low * float(unit), high * float(unit), short))
             return
         tally.numbers += x.numel()
@@ -75,7 +75,7 @@ class Counters:
         kernels.tally(x.reshape(-1), y.reshape(-1), bounds, self._row(tally, x.device))
 
     def cancelled(self, name: str, update: Tensor, before: Tensor, after: Tensor) -> None:
-        """What an update did to weights.
+        """Count updates that left a weight unchanged.
 
         >>> counters = Counters()
         >>> before, after = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])
@@ -92,7 +92,7 @@ class Counters:
                 self._add(tally, update, stayed.count_nonzero()[None])
 
     def step(self) -> None:
-        """End a step. Nothing is fetched."""
+        """End a step, without fetching counts."""
         if self.history:
             counts = {name: (each.numbers, tuple(each.counts)) for name, each in self._tallies.items()}
             tables = {device: table.clone() for device, table in self._tables.items()}
@@ -100,40 +100,40 @@ class Counters:
         self.steps += 1
 
     def read(self) -> dict[str, dict[str, int]]:
-        """All counts so far."""
+        """Return all counts so far."""
         counts = {name: (each.numbers, tuple(each.counts)) for name, each in self._tallies.items()}
         return self._fetched(_Snapshot(self.steps, counts, self._tables))
 
     def table(self) -> list[dict[str, Any]]:
-        """All counts so far, as rows; a kind that was not counted is None.
+        """Return all counts so far, as rows; a kind that was not counted is None.
 
-        A name such as `conv1/weight` is that of a layer and of a tensor.
+        A name such as `conv1/weight` names a layer and a tensor.
         """
         return [_row(name, counts) for name, counts in self.read().items()]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Counts of each step that has ended, as rows; names that were not counted in it have none."""
+        """Return the counts of each ended step, as rows; a name that was not counted in a step has no row."""
         if not self.history:
-            raise InputError("totals alone were kept; use Counters(history=True), and end steps with step()")
-        found, last = [], dict[str, dict[str, int]]()
+            raise InputError("only totals were kept; use Counters(history=True), and end steps with step()")
+        lines, last = [], dict[str, dict[str, int]]()
         for past in self._past:
             now = self._fetched(past)
             for name, counts in now.items():
                 before = last.get(name, {})
                 new = {kind: count - before.get(kind, 0) for kind, count in counts.items()}
                 if new["numbers"]:
-                    found.append({"step": past.step, **_row(name, new)})
+                    lines.append({"step": past.step, **_row(name, new)})
             last = now
-        return found
+        return lines
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all counts."""
         self.steps = 0
         for each in (self._tallies, self._tables, self._past):
             each.clear()
 
     def _wanted(self, name: str, kinds: tuple[str, ...]) -> "_Tally | None":
-        """What is counted under a name, if this call of it is to be counted."""
+        """Return the tally of a name; None if `every` leaves this call out."""
         tally = self._tallies.get(name)
         if tally is None:
             tally = self._tallies[name] = _Tally(len(self._tallies), kinds)
@@ -149,7 +149,7 @@ class Counters:
         self._row(tally, of.device)[: len(tally.kinds)] += found
 
     def _row(self, tally: "_Tally", device: torch.device) -> Tensor:
-        """Where a device counts what has a name."""
+        """Return the row of a tally in a device's table."""
         table = self._tables.get(device)
         if table is None or tally.place >= len(table):
             wider = torch.zeros(max(64, 2 * tally.place), len(KINDS), dtype=torch.int64, device=device)
@@ -159,21 +159,21 @@ class Counters:
         return table[tally.place]
 
     def _fetched(self, then: "_Snapshot") -> dict[str, dict[str, int]]:
-        """Counts at a time, of the host and of all devices together."""
+        """Return the counts of a snapshot, added over the host and all devices."""
         tables = [table.tolist() for table in then.tables.values()]
-        found = {}
+        totals = {}
         for name, (numbers, counts) in then.counts.items():
             tally = self._tallies[name]
             rows = [table[tally.place] for table in tables if tally.place < len(table)]
             sums = [sum(column) for column in zip(counts, *rows, strict=False)]
             if numbers:
-                found[name] = {"numbers": numbers, **dict(zip(tally.kinds, sums, strict=True))}
-        return found
+                totals[name] = {"numbers": numbers, **dict(zip(tally.kinds, sums, strict=True))}
+        return totals
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What is counted under a name: on the host here, on a device in a row of its table."""
+    """Counts of one name: the host's here, a device's in row `place` of its table."""
 
     place: int
     kinds: tuple[str, ...]
@@ -188,16 +188,16 @@ class _Tally:
         self.counts = [0] * len(self.kinds)
 
     def range(self, to: Precision | Format) -> tuple[float, float]:
-        """From where to where numbers are not cut: for most names, that of the last call."""
+        """Return the range in which numbers are not cut; cached for the last precision."""
         if to is not self._to:
             self._to, self._range, self._bounds = to, Precision.of(to).reach, None
         return self._range
 
     def bounds(self, to: Precision | Format, unit: Tensor | float, device: torch.device) -> Tensor:
-        """The same times a unit, on a device."""
-        found = self.range(to)
+        """Return that range times a unit, as a tensor on a device."""
+        limits = self.range(to)
         if self._bounds is None or self._bounds.device != device:
-            self._bounds = torch.tensor(found, device=device)
+            self._bounds = torch.tensor(limits, device=device)
         return self._bounds if isinstance(unit, float) and unit == 1 else self._bounds * unit
 
 
@@ -206,12 +206,12 @@ class _Snapshot:
     """Totals at the end of a step."""
 
     step: int
-    counts: dict[str, tuple[int, tuple[int, ...]]]  #: numbers, and what was counted on the host
+    counts: dict[str, tuple[int, tuple[int, ...]]]  #: numbers, and counts of the host
     tables: dict[torch.device, Tensor]
 
 
 def _array(x: Tensor) -> Any:
-    """The same numbers as an array of numpy's where that is free: it counts faster on a CPU."""
+    """Return x as a NumPy array if it is on a CPU, where NumPy counts faster."""
     x = x.detach()
     if x.device.type != "cpu":
         return x
@@ -219,9 +219,9 @@ def _array(x: Tensor) -> Any:
 
 
 def _on_host(x: np.ndarray, y: np.ndarray, low: float, high: float, short: bool) -> tuple[int, int, int]:
-    """What rounding did, looking only as far as it has to."""
+    """Return overflows, saturations and underflows; stops early if no number is out of range."""
     left = int(np.count_nonzero(y != 0))
-    # Zeros stay zeros. Where they do not, the format has none, and nothing becomes zero.
+    # Zero rounds to zero, unless the format has no zero: then nothing becomes zero.
     small = max(0, int(np.count_nonzero(x != 0)) - left) if left < y.size else 0
     inside = not short and low <= np.minimum.reduce(x, axis=None)
     if inside and np.maximum.reduce(x, axis=None) <= high:

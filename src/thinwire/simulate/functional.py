@@ -1,10 +1,10 @@
-"""Layers as functions, in which every number is kept as `Stages` say, on the way forward and back.
+"""Layers as functions whose numbers are rounded as `Stages` say, in the forward and the backward pass.
 
-F, B, G and L are rounding to `stages.forward`, `backward`, `gradient` and `loss`. `*` is a matrix product
-computed as `stages.arithmetic` says, or, on the way back, `stages.backward_arithmetic`; S is rounding to the
-format of its sums. Whatever is not a matrix product is computed in float32 and then rounded. The derivative
-of rounding is taken as one (straight-through). dy is the gradient that comes in, e the error made of it.
-With `stages.clipped` dy is first set to zero where y is one of the ends of F's format: `linear` and `conv`.
+F, B, G and L round to `stages.forward`, `backward`, `gradient` and `loss`. `*` is a matrix product computed
+as `stages.arithmetic` says, or `stages.backward_arithmetic` in the backward pass; S rounds to the format of
+its sums. All other operations are computed in float32 and then rounded. The derivative of rounding counts as
+one (straight-through). dy is the incoming gradient, e the error computed from it. With `stages.clipped`,
+`linear` and `conv` first set dy to zero where y is an end of F's format.
 
 | function | forward | backward |
 |---|---|---|
@@ -20,10 +20,10 @@ With `stages.clipped` dy is first set to zero where y is one of the ends of F's 
 | | loss = L(sum of -t log softmax(z) / n) | |
 | `rounded` | y = F(x) | dx = B(dy) |
 
-(1) `*` is rounded by S before F(b) is added; with `stages.fused`, F(b) is one more product of an exact sum.
+(1) `*` is rounded by S before F(b) is added; with `stages.fused`, F(b) is part of the exact sum.
 
-The sum over a batch in db has the arithmetic's order and format of sums, but multiplies nothing: the format
-of products and `mogami` have no part in it. Where F and B are the same and not random, B(w) is F(w).
+The sum over a batch in db uses the arithmetic's order and format of sums, but multiplies nothing: the format
+of products and `mogami` do not apply. Where F and B are the same and not random, B(w) is F(w).
 
 A function takes a `Site`: stages, a name, a seed, and the number of the call. Roundings are counted, and draw
 random words, under the site's name and one of: input, weight, bias, output, error (e), error_weight (B(w)),
@@ -67,7 +67,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, site: Site = PLAIN) -> Tensor:
-    """[..., in] and [out, in] to [..., out].
+    """Return [..., out] from [..., in] and weights [out, in].
 
     >>> linear(torch.ones(2, 3), torch.ones(1, 3))
     tensor([[3.],
@@ -109,14 +109,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., N] as a matrix, empty ones too."""
+    """Return [..., N] as a matrix, also if it is empty."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def embedding(
     indices: Tensor, weight: Tensor, padding_idx: int | None = None, *, site: Site = PLAIN
 ) -> Tensor:
-    """Rows of a table. A scale, if the precision has one, is that of the rows looked up.
+    """Return rows of a table. A scale, if the precision has one, is computed from these rows.
 
     Rows of gradients are added up in float32: one after the other on a CPU, in torch's order on a GPU.
 
@@ -158,11 +158,11 @@ def attention(
     dropout: float = 0.0,
     site: Site = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention on [..., time, width], and its weights p, which carry no gradient.
+    """Return scaled dot-product attention on [..., time, width], and its weights p without gradient.
 
-    A mask of booleans is True where a query may look, any other is added to the scores; `causal` hides later
-    positions. Hidden scores are minus infinity whatever F makes of that, and a row with nothing to look at
-    is NaN. With `dropout`, y is made of F(p / (1 - dropout)) where p is not dropped.
+    A boolean mask is True where a query may attend; other masks are added to the scores. `causal` hides later
+    positions. Hidden scores are minus infinity, which F does not round; a row that is all hidden is NaN. With
+    `dropout`, y uses F(p / (1 - dropout)) where p is not dropped.
 
     >>> x = torch.eye(2)
     >>> attention(x, x, x, causal=True)[1]
@@ -184,7 +184,7 @@ def attention(
 
 
 def _hidden(mask: Tensor) -> Tensor:
-    """A mask to be added."""
+    """Return a mask to add to scores; a boolean mask is False where scores are hidden."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
@@ -240,10 +240,10 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     site: Site = PLAIN,
 ) -> Tensor:
-    """Softmax and the negative logarithm of the probability of class numbers; classes are dimension 1.
+    """Return the cross-entropy of softmax(logits) and class numbers; classes are dimension 1.
 
-    A target t is one at its class, or less with label smoothing; n is the sum of its classes' weights, and 1
-    unless `reduction` is "mean". A scaled loss scales the error before it is rounded.
+    A target t is one at its class, or less with label smoothing. n is the sum of the targets' class weights,
+    and 1 unless `reduction` is "mean". Loss scaling scales the error before it is rounded.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([2]))
     tensor(1.3863)
@@ -255,8 +255,8 @@ def cross_entropy(
         raise InputError("target must hold class numbers; probabilities of classes cannot be simulated")
     expected = (*logits.shape[:1], *logits.shape[2:]) if logits.ndim > 1 else ()
     if tuple(target.shape) != expected:
-        found = f"not {tuple(target.shape)}"
-        raise InputError(f"logits {tuple(logits.shape)} need a target of shape {expected}, {found}")
+        given = f"not {tuple(target.shape)}"
+        raise InputError(f"logits {tuple(logits.shape)} need a target of shape {expected}, {given}")
     flat = logits.movedim(1, -1).flatten(0, -2) if logits.ndim > 1 else logits[None]
     losses: Tensor = _CrossEntropy.apply(
         flat, target.reshape(-1), weight, (ignore_index, reduction, label_smoothing), site
@@ -301,14 +301,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _wanted(target: Tensor, classes: int, weight: Tensor | None, smoothing: float) -> Tensor:
-    """The target as weights of classes' logarithms."""
-    found = torch.full((target.shape[0], classes), smoothing / classes, device=target.device)
-    found.scatter_(1, target[:, None], 1 - smoothing + smoothing / classes)
-    return found if weight is None else found * weight
+    """Return targets as weights of the log-probabilities of classes."""
+    targets = torch.full((target.shape[0], classes), smoothing / classes, device=target.device)
+    targets.scatter_(1, target[:, None], 1 - smoothing + smoothing / classes)
+    return targets if weight is None else targets * weight
 
 
 def rounded(x: Tensor, *, site: Site = PLAIN) -> Tensor:
-    """x in the numbers of the way forward; the error that comes back in those of the way back.
+    """Round x to `stages.forward`, and its error in the backward pass to `stages.backward`.
 
     >>> from thinwire.simulate import Stages
     >>> rounded(torch.tensor([0.3]), site=Site(Stages(forward="e5m2")))

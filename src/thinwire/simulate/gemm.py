@@ -1,36 +1,36 @@
 """Matrix products in which every product and every partial sum is rounded to a format.
 
-`c[i, j]` is the sum over k of `a[i, k] * b[k, j]`. Operands are float32 and taken as they are: round them
-first, if they are to be of some format. With P and S for rounding to the formats of products and sums,
-each operation is float32's, rounded to nearest even, and then rounded again:
+`c[i, j]` is the sum over k of `a[i, k] * b[k, j]`. Operands are float32 and used as they are: round them
+first if they should be in a format. P rounds to the format of products, S to the format of sums. Each
+operation is computed in float32, rounded to nearest even, and then rounded again:
 
     p[k] = P(a[i, k] * b[k, j])
     s = S(s + p[k])
 
-Where a format has at most 11 significant bits (fp16, bfloat16 and all that is shorter) and so have the
-numbers that go in, rounding to float32 first changes nothing (24 >= 2 * 11 + 2), and the result is that of
-exact operations rounded once. For longer formats float32's rounding is part of what is computed. A
-format that is None does not round beyond float32.
+If a format and the operands have at most 11 significant bits (fp16, bfloat16 and all shorter formats),
+rounding to float32 first changes nothing (24 >= 2 * 11 + 2), and the result is that of exact operations
+rounded once. For longer formats the result includes float32's rounding. A format of None rounds to float32
+only.
 
 | order | how the products are added up |
 |---|---|
 | `sequential` | from s = +0, k ascending |
-| `chunked/C`  | sequentially in chunks of C, each from +0; the chunks' sums likewise, one after the other |
-| `pairwise`   | neighbours first, then neighbouring pairs ...; an odd one passes up, a product rounded by S |
+| `chunked/C`  | sequentially in chunks of C, each from +0; then the chunks' sums, sequentially |
+| `pairwise`   | neighbours first, then neighbouring pairs ...; an odd one moves up (a product rounded by S) |
 | `kahan`      | y = S(p - c); t = S(s + y); c = S(S(t - s) - y); s = t, from s = c = +0 |
 | `fp32`       | sequentially in float32 |
 | `exact`      | exact products, exact sum, one rounding by S at the end (None: to float32); zero is +0 |
 
-`exact` needs a sum format of at most 22 significant bits. The numbers at which a table changes over are
-taken as float32, and stochastic rounding sees the leading 24 bits of the sum.
+`exact` needs a sum format of at most 22 significant bits. The thresholds between the numbers of a table are
+float32, and stochastic rounding sees the leading 24 bits of the sum.
 
-Multiplication is `exact` (float32's, as above) or `mogami`: patterns are added as integers, less the
-pattern of one (Mogami 2020, "Deep Neural Network Training without Multiplications"); `mogami/0.0625` adds
-0.0625 * 2**23, which makes up for the average error. Signs are right. An operand with exponent field 0
-counts as zero, a result whose exponent fields sum to 127 or less is zero, one beyond float32's range
-is infinite; infinities and NaN go as in a float product.
+Multiplication is `exact` (float32's, as above) or `mogami`: bit patterns are added as integers, minus the
+pattern of one (Mogami 2020, "Deep Neural Network Training without Multiplications"); `mogami/0.0625` also
+adds 0.0625 * 2**23, which compensates the average error. Signs are right. An operand with exponent field 0
+counts as zero, a result whose exponent fields sum to 127 or less is zero, one beyond float32's range is
+infinite; infinities and NaN behave as in a float product.
 
-Special values follow the formats' rules (`Format.rules`). A NaN that reaches a format is positive, and a
+Special values follow the formats' rules (`Format.rules`). A NaN is made positive before it is rounded, and a
 NaN in the result is 0x7FC00000. Stochastic rounding draws from streams derived from `rng`, one for each k
 and each rounding in that step. CPU and GPU return the same bits, whatever the format.
 """
@@ -53,8 +53,8 @@ from thinwire.rounding import Rounding, Stream
 
 ORDERS = {"sequential": SEQUENTIAL, "fp32": SEQUENTIAL, "pairwise": PAIRWISE, "kahan": KAHAN}
 Within = tuple[Format | None, Format | None]
-LISTED_BITS = 16  # of formats whose numbers are listed
-EXACT_BITS = 22  # significant bits of a format that can be rounded to by way of float32, rounded to odd
+LISTED_BITS = 16  # formats of at most so many bits have their numbers listed
+EXACT_BITS = 22  # limit on significant bits of a sum format: sums are first rounded to odd in float32
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Arithmetic:
     'bfloat16'
     """
 
-    product: Format | str | None = None  #: of products; a name is looked up. None: float32
+    product: Format | str | None = None  #: of products, or its name; None: float32
     sum: Format | str | None = None  #: of sums
     order: str = "sequential"
     multiply: str = "exact"
@@ -91,10 +91,10 @@ class Arithmetic:
         self._check()
 
     def _check(self) -> None:
-        for each in _given(self):
-            if self.rounding not in each.roundings:
+        for format in _given(self):
+            if self.rounding not in format.roundings:
                 raise FormatError(
-                    f"{each.name} has no rounding '{self.rounding}'; it has: {', '.join(each.roundings)}"
+                    f"{format.name} has no rounding '{self.rounding}'; it has: {', '.join(format.roundings)}"
                 )
         if self.order == "fp32" and self.sum is not None:
             raise FormatError("order 'fp32' sums in float32; leave out sum, or use order='sequential'")
@@ -112,7 +112,7 @@ class Arithmetic:
             )
 
     def _params(self, format: Format | str | None) -> Params | None:
-        """What the kernels know of a format, in this rounding mode."""
+        """Return the kernels' parameters of a format, in this rounding mode."""
         return None if format is None else formats.get(format)._prepared(MODES[Rounding(self.rounding)])
 
 
@@ -125,12 +125,12 @@ def matmul(
     out: Tensor | None = None,
     within: Within | None = None,
 ) -> Tensor:
-    """The product of two matrices, or of batches of them, computed as `arithmetic` says.
+    """Return the product of two matrices, or of batches of them, computed as `arithmetic` says.
 
-    Shapes are [..., M, K] and [..., K, N]; leading dimensions are equal or broadcast. `rng` is needed by
-    stochastic rounding and refused by the others. Nothing is recorded for autograd. `within` are formats that
-    the numbers in a and b are known to be of, and None for either that is not: the host then need not wait
-    for a GPU to look, which exact sums ask for. Numbers that are not of them give wrong sums.
+    Shapes are [..., M, K] and [..., K, N]; leading dimensions are equal or broadcast. Stochastic rounding
+    needs `rng`; other roundings refuse it. Nothing is recorded for autograd. `within` names the formats of
+    the numbers in a and b, None where unknown: exact sums then need not wait for a GPU to find the range of
+    the numbers. Numbers that are not in these formats give wrong sums.
 
     >>> ones = torch.ones(1, 5000)
     >>> matmul(ones, ones.t(), Arithmetic(sum="e5m10"))
@@ -152,8 +152,8 @@ def matmul(
         result.zero_()
     elif result.numel():
         left, right = _batched(_plain(a), _plain(b), shape[:-2])
-        room = result.view(left.shape[0], left.shape[1], shape[-1])
-        _compute(arithmetic, left, right, room, key, within)
+        matrices = result.view(left.shape[0], left.shape[1], shape[-1])
+        _compute(arithmetic, left, right, matrices, key, within)
     return buffers.deliver(result, target)
 
 
@@ -174,43 +174,43 @@ def _compute(
 
 
 def _extents(within: Within) -> tuple[Extent, Extent] | None:
-    one, other = (None if each is None else known_extent(each) for each in within)
-    return None if one is None or other is None else (one, other)
+    first, second = (None if each is None else known_extent(each) for each in within)
+    return None if first is None or second is None else (first, second)
 
 
 @functools.cache
 def known_extent(format: Format) -> Extent | None:
-    """Where the bits of a format's numbers lie; None if there are too many to look at, or infinities."""
+    """Return the range of bits of a format's numbers; None if there are too many numbers, or infinities."""
     return None if format.bits > LISTED_BITS or format.has_inf else extent_of(format.values())
 
 
 def _order(order: str) -> tuple[int, int]:
-    """The kernels' number of an order, and the length of chunks."""
+    """Return the kernels' code of an order, and the length of chunks."""
     if order in ORDERS:
         return ORDERS[order], 0
     if order == "exact":
         return -1, 0
-    found = re.fullmatch(r"chunked/([1-9]\d{0,8})", order) if isinstance(order, str) else None
-    if not found:
+    match = re.fullmatch(r"chunked/([1-9]\d{0,8})", order) if isinstance(order, str) else None
+    if not match:
         names = "sequential, chunked/C with C from 1, pairwise, kahan, fp32, exact"
         raise FormatError(f"unknown order '{order}'; use one of: {names}")
-    return CHUNKED, int(found[1])
+    return CHUNKED, int(match[1])
 
 
 def _offset(multiply: str) -> int | None:
-    """What Mogami's product adds to the sum of two patterns; None: exact multiplication."""
+    """Return what Mogami's product adds to the sum of two patterns; None: exact multiplication."""
     if multiply == "exact":
         return None
-    found = re.fullmatch(r"mogami(?:/(0\.\d+|0))?", multiply) if isinstance(multiply, str) else None
-    if not found:
+    match = re.fullmatch(r"mogami(?:/(0\.\d+|0))?", multiply) if isinstance(multiply, str) else None
+    if not match:
         raise FormatError(
             f"unknown multiply '{multiply}'; use one of: exact, mogami, mogami/0.0625 (or another part of 1)"
         )
-    return round(float(found[1] or 0) * 2**23)
+    return round(float(match[1] or 0) * 2**23)
 
 
 def _given(how: Arithmetic) -> list[Format]:
-    return [formats.get(each) for each in (how.product, how.sum) if each is not None]
+    return [formats.get(format) for format in (how.product, how.sum) if format is not None]
 
 
 def _name(format: Format | str) -> str:
@@ -237,7 +237,7 @@ def _key(how: Arithmetic, rng: Stream | None) -> kernels.Key | None:
 
 
 def _shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """The shape of the result, if there can be one."""
+    """Return the shape of the result; raises InputError if operands do not match."""
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, Tensor):
             raise InputError(
@@ -262,8 +262,8 @@ def _shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
     try:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
-        found = f"{tuple(a.shape[:-2])} and {tuple(b.shape[:-2])}"
-        raise InputError(f"leading dimensions {found} do not match; make them equal") from None
+        shapes = f"{tuple(a.shape[:-2])} and {tuple(b.shape[:-2])}"
+        raise InputError(f"leading dimensions {shapes} do not match; make them equal") from None
     return (*batch, a.shape[-2], b.shape[-1])
 
 
@@ -272,7 +272,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _batched(a: Tensor, b: Tensor, batch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Operands with one leading dimension. One matrix for a whole batch needs no copies of it."""
+    """Return operands with one leading dimension. One matrix for a whole batch is not copied."""
     if b.ndim == 2:
         return a.reshape(1, -1, a.shape[-1]), b[None]
     left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])

@@ -1,8 +1,8 @@
-"""Layers of torch.nn whose numbers are kept as `Stages` say.
+"""Layers of torch.nn whose numbers are rounded as `Stages` say.
 
-Each is a subclass of the layer of the same name, has its parameters and buffers, and computes what the
-function of `thinwire.simulate.functional` does. `simulated` makes one of a layer that exists, by giving the
-module another class: object, parameters and hooks stay the same, so that optimizers and DDP stay valid.
+Each is a subclass of the torch layer of the same name, with its parameters and buffers, and computes with the
+functions of `thinwire.simulate.functional`. `simulated` converts an existing layer by changing the module's
+class: object, parameters and hooks stay the same, so optimizers and DDP stay valid.
 
 >>> from thinwire.simulate import Stages
 >>> fc = nn.Linear(2, 1)
@@ -12,12 +12,12 @@ module another class: object, parameters and hooks stay the same, so that optimi
 >>> fc, isinstance(fc, nn.Linear), fc.stages.forward
 (Linear(in_features=2, out_features=1, bias=True), True, Precision(e4m3))
 
-A made layer has `stages`, `seed`, `name`, `counters` and `calls`, which may be set. The number of calls names
-the random words of a call: set it to go on with a run, and give ranks different seeds. A second forward pass
-of the same call, as in activation checkpointing, counts as a call and draws other words.
+A simulated layer has `stages`, `seed`, `name`, `counters` and `calls`, which may be set. `calls` counts
+forward passes and selects the random words of each: set it to resume a run, and give ranks different seeds. A
+repeated forward pass, as in activation checkpointing, counts as a call and draws other words.
 
-Layers that only choose or move numbers (ReLU, max pooling, reshaping) need nothing. Pooling by averages and
-smooth activations compute in float32; what comes out of them is rounded by F and the error that goes in by B.
+Layers that only select or move numbers (ReLU, max pooling, reshaping) are not changed. Average pooling and
+smooth activations compute in float32; their output is rounded by F and the incoming error by B.
 """
 
 from typing import Any, TypeVar, cast
@@ -36,7 +36,7 @@ OURS = ("stages", "seed", "name", "counters", "calls")  #: attributes of simulat
 
 
 class Simulated(nn.Module):
-    """What all simulated layers have."""
+    """Attributes of all simulated layers."""
 
     stages: Stages = Stages()
     seed: int = 0
@@ -45,7 +45,7 @@ class Simulated(nn.Module):
     calls: int = 0
 
     def _site(self) -> Site:
-        """Where the next call happens."""
+        """Count a call, and return its site."""
         self.calls += 1
         return Site(self.stages, self.seed, self.name, self.calls, self.counters)
 
@@ -78,7 +78,7 @@ class Conv2d(Simulated, nn.Conv2d):
 
 
 def _padded(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> tuple[Tensor, str | tuple[int, ...]]:
-    """Padding that is not of zeros is done before."""
+    """Pad the input unless padding is with zeros; returns it and the padding that is left to do."""
     if conv.padding_mode == "zeros":
         return x, conv.padding
     pads = conv._reversed_padding_repeated_twice
@@ -156,7 +156,7 @@ class CrossEntropyLoss(Simulated, nn.CrossEntropyLoss):
 
 
 class MultiheadAttention(Simulated, nn.MultiheadAttention):
-    """Projections (`linear`), heads (`attention`), and the projection of what they found."""
+    """Input projections (`linear`), heads (`attention`), and the output projection (`linear`)."""
 
     def forward(
         self,
@@ -171,7 +171,7 @@ class MultiheadAttention(Simulated, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As in torch; the weights it returns carry no gradient."""
         if is_causal and attn_mask is None:
-            raise InputError("is_causal says that attn_mask is causal; give that mask too")
+            raise InputError("is_causal=True only says that attn_mask is causal; give attn_mask too")
         site, batched = self._site(), query.ndim == 3
         q, k, v = self._projected(query, key, value, site)
         if not batched:
@@ -211,26 +211,26 @@ class MultiheadAttention(Simulated, nn.MultiheadAttention):
 
     @staticmethod
     def _mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one that is added to scores [batch, heads, queries, keys]."""
-        found = None
+        """Return both masks as one, to add to scores [batch, heads, queries, keys]."""
+        mask = None
         if attn_mask is not None:
-            found = _added(attn_mask)
-            found = found.unflatten(0, (q.shape[0], -1)) if found.ndim == 3 else found
+            mask = _added(attn_mask)
+            mask = mask.unflatten(0, (q.shape[0], -1)) if mask.ndim == 3 else mask
         if padding is not None:
             hidden = _added(padding).view(q.shape[0], 1, 1, -1)
-            found = hidden if found is None else found + hidden
-        return found
+            mask = hidden if mask is None else mask + hidden
+        return mask
 
 
 def _added(mask: Tensor) -> Tensor:
-    """A mask to be added, of one that is, or is True where nothing may be seen."""
+    """Return a mask to add to scores; a boolean mask is True where scores are hidden."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)
 
 
 class _After(Simulated):
-    """Layers that compute in float32 and are rounded after that."""
+    """Layers that compute in float32 and then round the result."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return functional.rounded(super().forward(*args, **kwargs), site=self._site())
@@ -272,7 +272,7 @@ class Softmax(_After, nn.Softmax):
     """Probabilities, rounded."""
 
 
-#: What becomes of which layer.
+#: The simulated class of each torch layer.
 KINDS: dict[type[nn.Module], type[Simulated]] = {
     next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn.")): kind
     for kind in (
@@ -285,7 +285,7 @@ PLAIN: dict[type[nn.Module], type[nn.Module]] = {kind: base for base, kind in KI
 
 
 def refusal(module: nn.Module) -> str:
-    """Why a layer of torch.nn cannot be simulated; nothing if it can."""
+    """Return why a layer of torch.nn cannot be simulated; empty if it can."""
     if type(module) not in KINDS and not isinstance(module, Simulated):
         return "no simulation of this kind of layer"
     if isinstance(module, nn.Embedding):
@@ -297,18 +297,18 @@ def refusal(module: nn.Module) -> str:
 
 
 def check(module: nn.Module, name: str) -> None:
-    """Refuse a layer whose own attributes would be overwritten."""
+    """Raise InputError if simulation would overwrite attributes of the layer."""
     own = [each for each in OURS if each in module.__dict__ and not isinstance(module, Simulated)]
     if own:
         raise InputError(
-            f"{name} has {', '.join(own)} of its own, which a simulated layer uses; rename it in your code"
+            f"{name} already has {', '.join(own)}, which simulated layers use; rename it in your code"
         )
 
 
 def simulated(
     module: M, stages: Stages, *, seed: int = 0, name: str = "layer", counters: Counters | None = None
 ) -> M:
-    """The same module, computing with these stages from now on."""
+    """Return the same module, which now computes with these stages."""
     why = refusal(module)
     if why:
         names = ", ".join(kind.__name__ for kind in KINDS)
@@ -321,10 +321,10 @@ def simulated(
 
 
 def restored(module: M) -> M:
-    """The same module as a plain layer of torch.nn, in float32."""
+    """Return the same module as a plain layer of torch.nn, in float32."""
     plain = PLAIN.get(type(module))
     if plain is not None:
         module.__class__ = cast(type[M], plain)
-        for each in OURS:
-            module.__dict__.pop(each, None)
+        for attribute in OURS:
+            module.__dict__.pop(attribute, None)
     return module

@@ -1,17 +1,17 @@
-"""Loss scaling: losses are multiplied so that small gradients do not become zero, gradients divided again.
+"""Loss scaling: multiply the loss so that small gradients do not become zero, then divide gradients.
 
 | kind | scale |
 |---|---|
 | `none` | 1; steps are taken whatever the gradients are |
-| a number | that number; a step whose gradients are not finite is left out |
+| a number | that number; a step whose gradients are not finite is skipped |
 | `dynamic` | multiplied by `factor` after `interval` good steps in a row, by `backoff` after a bad one |
 
-Scales that are powers of two change no bits of gradients (short of float32's range); other numbers do, and
-are allowed. A `floor` is a minimum that rises with time, such as {0: 2**13, 12000: 2**15}: Mellempudi et al.
-(2019) found that e5m2 needs one, since a few overflows would otherwise drive the scale down until gradients
+Scales that are powers of two change no bits of gradients (within float32's range); other numbers do, and are
+allowed. A `floor` is a minimum that rises with time, such as {0: 2**13, 12000: 2**15}: Mellempudi et al.
+(2019) found that e5m2 needs one, since a few overflows would otherwise reduce the scale until gradients
 vanish.
 
-Decide on gradients after they were reduced over all ranks: then all of them decide the same.
+Pass gradients that were reduced over all ranks, so that all ranks decide the same.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ LARGEST = 2.0**127  #: in float32
 
 
 class LossScale:
-    """The scale, and what it does when gradients overflow.
+    """A loss scale, and how it changes when gradients overflow.
 
     >>> scaling = LossScale("dynamic", init=8.0)
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -61,8 +61,8 @@ class LossScale:
             raise InputError("a loss scale needs factor >= 1, 0 < backoff <= 1, interval >= 1, min_scale > 0")
         self.factor, self.backoff, self.interval, self.min_scale = factor, backoff, interval, min_scale
         self.floor = dict(sorted((floor or {}).items()))
-        self.steps = 0  #: decided so far, good and bad
-        self.good = 0  #: in a row, since the scale last changed
+        self.steps = 0  #: steps so far, good and bad
+        self.good = 0  #: good steps in a row, since the scale last changed
         self.skipped = 0
         self.scale = float(start)
         if self.kind == DYNAMIC:
@@ -70,16 +70,16 @@ class LossScale:
 
     @property
     def minimum(self) -> float:
-        """What a dynamic scale may not fall below, now."""
+        """The current lower bound of a dynamic scale."""
         begun = [value for step, value in self.floor.items() if step <= self.steps]
         return max(self.min_scale, begun[-1]) if begun else self.min_scale
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What to call backward on."""
+        """Return the scaled loss, to call backward on."""
         return loss if self.kind == NONE else loss * self.scale
 
     def unscale_(self, gradients: Iterable[Tensor | None]) -> bool:
-        """Divide gradients in place; whether all are finite. Give those that were reduced over ranks."""
+        """Divide gradients, reduced over ranks, by the scale in place; returns whether all are finite."""
         given = [each for each in gradients if each is not None and each.numel()]
         if self.kind != NONE:
             for each in given:
@@ -90,7 +90,7 @@ class LossScale:
         return bool(torch.stack(largest).isfinite().all())
 
     def update(self, finite: bool) -> bool:
-        """After each step's gradients: whether to take the step, and the scale for the next."""
+        """Return whether to take this step, and adapt the scale for the next one."""
         self.steps += 1
         if self.kind == NONE:
             return True
@@ -110,27 +110,27 @@ class LossScale:
         self.scale = max(self.scale, self.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the state as plain values."""
         return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The way back, into a scale of the same kind; nothing is changed if the state does not fit."""
-        found = state_checks.check(state, "LossScale", STATE)
-        if found["kind"] != self.kind:
+        """Load the state of a scale of the same kind; nothing changes if it does not fit."""
+        saved = state_checks.check(state, "LossScale", STATE)
+        if saved["kind"] != self.kind:
             raise InputError(
-                f"saved by a loss scale of kind {found['kind']}; make one of that, not {self.kind}"
+                f"a state of kind {saved['kind']} needs a LossScale of that kind, not {self.kind}"
             )
-        if not 0 < found["scale"] <= LARGEST:
+        if not 0 < saved["scale"] <= LARGEST:
             raise state_checks.damaged(
-                "LossScale", f"scale is {found['scale']}, not above 0 and at most 2**127"
+                "LossScale", f"scale is {saved['scale']}, not above 0 and at most 2**127"
             )
-        if max(found["good"], found["skipped"]) > found["steps"]:
-            raise state_checks.damaged("LossScale", "more steps were good, or left out, than there were")
+        if max(saved["good"], saved["skipped"]) > saved["steps"]:
+            raise state_checks.damaged("LossScale", "more steps were good, or skipped, than were made")
         for name in STATE:
-            setattr(self, name, found[name])
+            setattr(self, name, saved[name])
 
 
-#: What is kept, and of what kind it is.
+#: Entries of a state, and their kinds.
 STATE = {
     "kind": state_checks.TEXT,
     "scale": state_checks.NUMBER,

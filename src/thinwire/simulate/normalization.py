@@ -1,6 +1,6 @@
 """Normalisation: statistics, normalised values and results, each rounded.
 
-With the letters of `thinwire.simulate.functional`, m and v being taken over a batch, a row, or a group:
+With the letters of `thinwire.simulate.functional`, and m and v over a batch, a row, or a group:
 
     xq = F(x); m = F(mean of xq); v = F(variance of xq)
     n = F((xq - m) r) with r = 1 / sqrt(v + eps)
@@ -8,10 +8,10 @@ With the letters of `thinwire.simulate.functional`, m and v being taken over a b
     e = B(dy); g = e B(w)
     dx = B(r (g - mean of g - n mean of g n)); dw = G(sum of e n); db = G(sum of e)
 
-The variance is that of the numbers themselves (divided by their number). In evaluation, `batch_norm` takes m
-and v from the running statistics, rounded by F, and dx = B(r g). Running statistics are kept from step to
-step, as weights are, and so are rounded to `stages.optimizer`: in the numbers of the way forward, an average
-that moves by a tenth of a difference would often not move at all.
+The variance divides by the count, without correction. In evaluation, `batch_norm` takes m and v from the
+running statistics, rounded by F, and dx = B(r g). Running statistics are kept from step to step like weights,
+so they are rounded to `stages.optimizer`: rounded by F, an average that moves by a tenth of a difference
+would often not move at all.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ PLAIN = Site()
 
 @dataclass(frozen=True)
 class Layout:
-    """How the input is seen, over which of its dimensions statistics go, and how weights are seen."""
+    """The shape of the input, the dimensions that statistics are over, and the shape of weights."""
 
     shape: tuple[int, ...]
     over: tuple[int, ...]
@@ -49,7 +49,7 @@ def batch_norm(  # noqa: PLR0913
     *,
     site: Site = PLAIN,
 ) -> Tensor:
-    """Over all dimensions but the second; running statistics are changed in training.
+    """Normalise over all dimensions but the second; training updates running statistics.
 
     >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True)
     tensor([[-1.0000],
@@ -66,7 +66,7 @@ def batch_norm(  # noqa: PLR0913
             f"batch_norm needs more than one value per channel in training, not {tuple(x.shape)}"
         )
     given = None if training else (running_mean, running_var)
-    if not x.numel():  # there are no statistics of nothing
+    if not x.numel():  # an empty batch has no statistics
         given = (x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]))
     y, mean, var = _normalized(x, weight, bias, layout, eps, given, site)
     if training and x.numel() and running_mean is not None and running_var is not None:
@@ -89,7 +89,7 @@ def layer_norm(
     *,
     site: Site = PLAIN,
 ) -> Tensor:
-    """Over the last dimensions.
+    """Normalise over the last dimensions.
 
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,))
     tensor([[-1.0000,  1.0000]])
@@ -110,7 +110,7 @@ def group_norm(
     *,
     site: Site = PLAIN,
 ) -> Tensor:
-    """Over all dimensions but the first, with channels (the second) in groups.
+    """Normalise over all dimensions but the first, with channels (the second) in groups.
 
     >>> group_norm(torch.tensor([[1.0, 3.0, 2.0, 6.0]]), 2)
     tensor([[-1.0000,  1.0000, -1.0000,  1.0000]])

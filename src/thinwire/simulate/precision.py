@@ -1,20 +1,20 @@
-"""In what numbers a tensor is kept: a format, a rounding mode, and a scale if its format has little range.
+"""The precision of a tensor: a format, a rounding mode, and a scale if the format has little range.
 
 A precision is written as a format's name and options:
 
 | spec | numbers |
 |---|---|
 | `fp32` | float32, as they are |
-| `e5m2`, `posit8_1`, `fixed4.12`, ... | of any format, rounded to nearest |
+| `e5m2`, `posit8_1`, `fixed4.12`, ... | any format, rounded to nearest |
 | `e5m2~sr`, `posit8_1~zero`, ... | rounded at random, toward zero, or in another mode |
 | `int8~fit` | divided by the least power of two with which nothing overflows: block fixed point |
 | `posit8_1~centre`, `posit8_1~centre3` | divided by 2**(round(mean of log2 abs(x)) + 2), or + 3 |
 
-A scale belongs to a whole tensor, which is multiplied by it again after rounding. Scales are powers of two,
-so that scaling itself loses nothing, and zeros do not count. `~fit` for integers is the scale of MuPPET
-(Rajagopal et al. 2020): what rounds to the largest integer fits; where rounding is not to nearest, what is
-not beyond it, since half a step more would be cut. `~centre` is that of Lu et al. (2019): the bulk of the
-numbers comes to lie where a posit is densest.
+A tensor has one scale, and is multiplied by it again after rounding. Scales are powers of two, so scaling
+itself loses nothing; zeros do not count. `~fit` for integers is the scale of MuPPET (Rajagopal et al. 2020):
+with rounding to nearest, numbers that round to the largest integer fit. With other roundings only numbers up
+to that integer fit, since half a step more would be cut. `~centre` is the scale of Lu et al. (2019): most
+numbers then lie where a posit is densest.
 """
 
 import math
@@ -31,11 +31,11 @@ from thinwire.formats import Fixed, Float, Format, Int
 from thinwire.rounding import Rounding, Stream
 
 SINGLE = ("fp32", "float32")
-SHORT = {"bf16": "bfloat16", "fp16": "float16"}  #: names that codecs have
+SHORT = {"bf16": "bfloat16", "fp16": "float16"}  #: names that codecs use
 FIT, CENTRE = "fit", "centre"
 SHIFT = 2  #: what Lu et al. add to the mean exponent
 MODES = {"sr": Rounding.STOCHASTIC, **{str(each): each for each in Rounding}}
-#: How many steps below the least and above the largest number rounding still brings to it.
+#: How many steps below the least and above the largest number still round to it.
 BEYOND = {
     Rounding.NEAREST: (0.5, 0.5), Rounding.AWAY: (0.5, 0.5), Rounding.ZERO: (1.0, 1.0),
     Rounding.UP: (1.0, 0.0), Rounding.DOWN: (0.0, 1.0), Rounding.STOCHASTIC: (0.0, 0.0),
@@ -45,7 +45,7 @@ LOWEST, HIGHEST = -126, 127  #: exponents of float32's powers of two
 
 @dataclass(frozen=True)
 class Precision:
-    """A format in use; `format` None is float32.
+    """A format with a rounding mode and a scale; `format` None is float32.
 
     >>> Precision.of("e5m2~sr")
     Precision(e5m2~sr)
@@ -60,7 +60,7 @@ class Precision:
 
     @classmethod
     def of(cls, spec: "str | Format | Precision | None") -> "Precision":
-        """What a spec says; a format is rounded to nearest, None is float32."""
+        """Return the precision of a spec; a format rounds to nearest, None is float32."""
         if isinstance(spec, Precision):
             return spec
         if spec is None:
@@ -72,18 +72,18 @@ class Precision:
             if options:
                 raise FormatError(f"'{spec}': float32 is kept as it is and takes no options")
             return cls()
-        found = [_option(spec, each) for each in options]
-        kinds = ["rounding" in each for each in found]
+        parsed = [_option(spec, each) for each in options]
+        kinds = ["rounding" in each for each in parsed]
         if kinds.count(True) > 1 or kinds.count(False) > 1:
             raise FormatError(f"'{spec}' has two roundings, or two scales; give one of each at most")
         return cls(
             formats.get(SHORT.get(name, name)),
-            **{key: value for each in found for key, value in each.items()},
+            **{key: value for each in parsed for key, value in each.items()},
         )
 
     def __post_init__(self) -> None:
         if isinstance(self.format, str):
-            raise FormatError(f"Precision takes a format; Precision.of('{self.format}') takes a spec")
+            raise FormatError(f"Precision takes a Format, not a spec; use Precision.of('{self.format}')")
         if self.scale not in ("", FIT, CENTRE):
             raise FormatError(f"unknown scale '{self.scale}'; use one of: {FIT}, {CENTRE}, or none")
         try:
@@ -116,7 +116,7 @@ class Precision:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """From where to where a number is rounded; beyond, it overflows or is cut.
+        """The range in which numbers are rounded; beyond it they overflow or are cut.
 
         >>> Precision.of("int8").reach, Precision.of("e4m3~zero").reach
         ((-127.5, 127.5), (-256.0, 256.0))
@@ -132,18 +132,18 @@ class Precision:
         return low - below * step, high + above * step
 
     def round(self, x: Tensor, rng: Stream | None = None) -> Tensor:
-        """x in these numbers, as float32; the same tensor where nothing is rounded. No autograd."""
+        """Return x rounded, as float32; x itself where nothing is rounded. No autograd."""
         if self.format is None:
             return x
         rng = rng if self.needs_rng else None
         if not self.scale:
             return self.format.round(x.detach(), self.rounding, rng)
         unit, wide = self.unit(x), x.detach()
-        wide = wide if wide.dtype == torch.float64 else wide.float()  # formats refuse float64, in words
+        wide = wide if wide.dtype == torch.float64 else wide.float()  # formats refuse float64 with an error
         return self.format.round(wide / unit, self.rounding, rng) * unit
 
     def unit(self, x: Tensor) -> Tensor:
-        """What x is divided by before it is rounded: a power of two, 1 for tensors of zeros alone.
+        """Return the scale by which x is divided before rounding: a power of two, 1 if all numbers are zero.
 
         A NaN or an infinity anywhere makes it NaN.
 
@@ -173,7 +173,7 @@ class Precision:
 
 
 def _option(spec: str, option: str) -> dict[str, Any]:
-    """What an option of a spec says."""
+    """Return the fields that an option of a spec sets."""
     if option in MODES:
         return {"rounding": MODES[option]}
     if option == FIT:
@@ -185,6 +185,6 @@ def _option(spec: str, option: str) -> dict[str, Any]:
 
 
 def _ceil_log2(x: Tensor) -> Tensor:
-    """The least power of two that is not below x."""
+    """Return the exponent of the least power of two that is not below x."""
     mantissa, exponent = torch.frexp(x)
     return exponent - (mantissa == 0.5).to(exponent.dtype)

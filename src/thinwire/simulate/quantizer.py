@@ -1,7 +1,7 @@
-"""Rounding inside of a network: values on the way forward, gradients on the way back.
+"""A layer that rounds values in the forward pass and gradients in the backward pass.
 
-The derivative of rounding is taken as one (straight-through): the gradient of what comes out is, rounded to a
-format of its own, the gradient of what went in. A gradient of that gradient is rounded likewise.
+The derivative of rounding counts as one (straight-through): the gradient of the input is the gradient of the
+output, rounded to its own format. Gradients of gradients are rounded likewise.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ class Quantizer(nn.Module):
     tensor([0.3125, 0.7500])
 
     Stochastic rounding draws from a stream named by the seed, the number of the call, and the layer's name.
-    With `counters` it is noted how many numbers overflow, underflow or saturate.
+    `counters` count the numbers that overflow, underflow or saturate.
     """
 
     def __init__(
@@ -52,24 +52,24 @@ class Quantizer(nn.Module):
         self.seed, self.name, self.counters, self.calls = seed, name, counters, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """x rounded; the gradient that comes back is rounded too."""
+        """Round x; its gradient is rounded too."""
         if all(each.format is None for each in self.precisions):
             return x
         self.calls += 1
-        found: Tensor = _Round.apply(x, self, False, self.calls)
-        return found
+        result: Tensor = _Round.apply(x, self, False, self.calls)
+        return result
 
     def rounded(self, x: Tensor, backward: bool, call: int) -> Tensor:
-        """What becomes of a value, or of a gradient, in a call."""
+        """Round a value, or with `backward` a gradient, in a call."""
         precision = self.precisions[backward]
         if precision.format is None:
             return x.clone()
-        way = "backward" if backward else "forward"
-        rng = Stream(self.seed, step=call, tensor=f"{self.name}/{way}") if precision.needs_rng else None
+        direction = "backward" if backward else "forward"
+        rng = Stream(self.seed, step=call, tensor=f"{self.name}/{direction}") if precision.needs_rng else None
         result = precision.round(x, rng).to(x.dtype)
         if self.counters is not None:
             unit = precision.unit(x) if precision.scale else 1.0
-            self.counters.note(f"{self.name}/{way}", precision, x, result, unit)
+            self.counters.note(f"{self.name}/{direction}", precision, x, result, unit)
         return result
 
     def extra_repr(self) -> str:
@@ -84,13 +84,13 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        found: Tensor = _Round.apply(gradient, ctx.quantizer, True, ctx.call)  # can itself be differentiated
-        return found, None, None, None
+        result: Tensor = _Round.apply(gradient, ctx.quantizer, True, ctx.call)  # can itself be differentiated
+        return result, None, None, None
 
 
 def _rounded(spec: Precision | Format | str | None, rounding: Rounding | str | None) -> Precision:
     precision = Precision.of(spec)
     if rounding is None:
         return precision
-    mode: Any = MODES.get(str(rounding), rounding)  # a precision says which there are
+    mode: Any = MODES.get(str(rounding), rounding)  # Precision refuses unknown modes and lists the valid ones
     return replace(precision, rounding=mode)

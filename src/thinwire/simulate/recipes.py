@@ -1,27 +1,27 @@
-"""Which layer computes in which numbers: what papers propose, as data.
+"""Recipes: which layer computes in which precision, as papers propose.
 
-A recipe has stages, and rules for layers that are exceptions to them; the first rule that matches a layer
-takes it. `get` finds a recipe by its spec:
+A recipe has stages, and rules for layers that are exceptions; the first rule that matches a layer applies.
+`get` returns a recipe by its spec:
 
 | spec | numbers | after |
 |---|---|---|
 | `fp32` | float32 | |
-| `bf16` | bfloat16 everywhere, sums inside of products float32 | Zamirai et al. 2020, arXiv 2010.06192 |
-| `bf16~sr`, `bf16~fp32` | the same; weights are updated at random, or kept in float32 | |
+| `bf16` | bfloat16 everywhere, sums inside products float32 | Zamirai et al. 2020, arXiv 2010.06192 |
+| `bf16~sr`, `bf16~fp32` | the same; weights are updated at random, or are float32 | |
 | `gupta/2.14` | fixed point IL.FL everywhere, rounded once per sum | Gupta et al. 2015, arXiv 1502.02551 |
 | `gupta/2.14~sr` | the same, rounded at random | |
 | `gupta/2.14~sr+exact` | products summed exactly, as in a wide accumulator; else in float32 | |
-| `gupta/2.14~sr+exact+clip` | no error goes back to results that were cut off at the ends of the format | |
-| `gupta/2.14/4.12~sr+clip` | results on the way forward and the loss in a fixed point of their own | |
+| `gupta/2.14~sr+exact+clip` | the same; the error is zero where a result saturated | |
+| `gupta/2.14/4.12~sr+clip` | forward results and the loss have their own fixed point | |
 | `mellempudi` | e5m2 at random, stored weights float16 | Mellempudi et al. 2019, arXiv 1905.12334 |
 | `positnn/8` | posits of 8 bits and es 2, rounded at every addition | Raposo et al. 2021, arXiv 2105.00053 |
 | `positnn/O12L12` | the same, but 12 bits for the stages O(ptimizer) and L(oss); likewise F, B, G | |
-| `positnn/8+quire` | products summed exactly and rounded once; a bias is added after that | |
-| `positnn/8+quire+fused` | a bias, too, is added before the one rounding, as in the authors' code | |
+| `positnn/8+quire` | products summed exactly and rounded once; the bias is added after that | |
+| `positnn/8+quire+fused` | the bias is part of the exact sum, as in the authors' code | |
 | `positnn/8+quire+underflow` | the same; the smallest numbers become zero | |
 | `mogami`, `mogami/forward` | float32, multiplied by adding integers, or only forward | Mogami 2020 |
 | `mogami/0.0625`, `mogami/forward/0.0625` | the same, with that offset | |
-| `lu` | posit(8,1) forward, (8,2) back, 16 bits in norms and updates | Lu et al. 2019, arXiv 1909.03831 |
+| `lu` | posit(8,1) forward, (8,2) backward, 16 bits in norms and updates | Lu et al. 2019, arXiv 1909.03831 |
 | `e5m2`, `posit8_1~sr`, ... | any precision, for every stage | |
 
 >>> get("positnn/O12L12").stages.optimizer
@@ -42,16 +42,16 @@ from thinwire.simulate.precision import Precision
 from thinwire.simulate.stages import Stages
 
 PLACES = ("*", "first", "last")
-CHAINS = "chunked/512"  #: the order of sums in posits without a quire, and of Mogami's: papers do not say
+CHAINS = "chunked/512"  #: order of posit sums without a quire, and of Mogami's; the papers do not say
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What layers that match compute with; stages None: they stay plain float32 layers of torch."""
+    """Stages of the layers that match; None: they stay plain float32 layers of torch."""
 
     stages: Stages | None
-    name: str = "*"  #: a glob, of the layer's name in the model
-    kind: str = "*"  #: a glob, of the name of the layer's class
+    name: str = "*"  #: a glob for the layer's name in the model
+    kind: str = "*"  #: a glob for the name of the layer's class
     place: str = "*"  #: "first" or "last" of the layers with products, in the order of definition
     why: str = ""  #: in a few words, for listings
 
@@ -59,7 +59,7 @@ class Rule:
         if self.stages is not None and not isinstance(self.stages, Stages):
             raise FormatError(f"a rule needs Stages, or None for a plain layer, not {self.stages!r}")
         if self.place not in PLACES:
-            raise FormatError(f"no layer's place is '{self.place}'; use one of: {', '.join(PLACES)}")
+            raise FormatError(f"unknown place '{self.place}'; use one of: {', '.join(PLACES)}")
 
     def matches(self, name: str, kind: str, places: tuple[str, ...] = ()) -> bool:
         return (
@@ -84,7 +84,7 @@ class Recipe:
     name: str
     stages: Stages
     rules: tuple[Rule, ...] = ()
-    source: str = ""  #: where it comes from
+    source: str = ""  #: paper or explanation
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, Stages):
@@ -95,17 +95,17 @@ class Recipe:
         object.__setattr__(self, "rules", tuple(rules))
 
     def route(self, name: str, kind: str, places: tuple[str, ...] = ()) -> Rule | None:
-        """The rule that takes a layer, if one does."""
+        """Return the first rule that matches a layer, or None."""
         return next((rule for rule in self.rules if rule.matches(name, kind, places)), None)
 
     @property
     def optimizer(self) -> Precision:
-        """In what numbers weights are stored and updated."""
+        """The precision in which weights are stored and updated."""
         return Precision.of(self.stages.optimizer)
 
 
 def get(spec: "str | Recipe | Stages") -> Recipe:
-    """A recipe as it is, stages for all layers, or what a spec says.
+    """Return a recipe as it is, of stages for all layers, or of a spec.
 
     >>> get("bf17")
     Traceback (most recent call last):
@@ -116,14 +116,14 @@ def get(spec: "str | Recipe | Stages") -> Recipe:
     if isinstance(spec, Stages):
         return Recipe("stages", spec)
     if not isinstance(spec, str):
-        hint = "; use Stages.uniform of it" if isinstance(spec, Format | Precision) else ""
+        hint = "; use Stages.uniform(...)" if isinstance(spec, Format | Precision) else ""
         raise FormatError(f"a recipe is a name, Stages or a Recipe, not {type(spec).__name__}{hint}")
     if spec in RECIPES:
         return RECIPES[spec]
     for pattern, make in FAMILIES.values():
-        found = re.fullmatch(pattern, spec)
-        if found:
-            return make(spec, *found.groups())
+        match = re.fullmatch(pattern, spec)
+        if match:
+            return make(spec, *match.groups())
     try:
         return Recipe(spec, Stages.uniform(spec))
     except FormatError as error:
@@ -170,9 +170,9 @@ def _mogami(spec: str, forward: str | None, offset: str | None) -> Recipe:
 
 
 def _mellempudi() -> Recipe:
-    """E5M2 into every product, and float16 for what is stored.
+    """E5M2 for operands of every product, and float16 for stored numbers.
 
-    A stage has one rounding for activations and weights: here weights, too, are rounded at random.
+    A stage has one rounding for activations and weights, so weights are rounded at random too.
     """
     stages = Stages("e5m2~sr", "e5m2~sr", "e5m2~sr", optimizer="float16", loss="float16")
     half = Stages.uniform("float16")
@@ -186,7 +186,7 @@ def _mellempudi() -> Recipe:
 
 
 def _lu() -> Recipe:
-    """Rounding toward zero and a scale for each tensor. The warm-up in float32 is the caller's: `fp32` first.
+    """Round toward zero, with one scale per tensor. The caller does the warm-up: convert to `fp32` first.
 
     The scale of errors and gradients, and 16 bits for the loss, are our reading of the paper.
     """
@@ -215,7 +215,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 
-#: Recipes whose specs have parameters: how such a spec looks, and what makes a recipe of it.
+#: Recipes with parameters: the pattern of a spec, and the function that makes the recipe.
 FAMILIES: dict[str, tuple[str, Callable[..., Recipe]]] = {
     "gupta/IL.FL": (r"gupta/(\d+\.\d+)(?:/(\d+\.\d+))?(~sr)?(\+exact)?(\+clip)?", _gupta),
     "positnn/N": (r"positnn/(?:(\d+)|((?:[FBGOL]\d+)+))(\+quire(\+fused)?)?(\+underflow)?", _positnn),

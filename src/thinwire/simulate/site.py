@@ -1,7 +1,7 @@
-"""Where a layer's numbers are made: its stages, its name, and the number of the call.
+"""One call of a simulated layer: its stages, its name, and the number of the call.
 
-Every rounding and every product in a call has a name of its own, which counters list and from which, together
-with the layer's name, the seed and the number of the call, random streams are derived.
+Every rounding and every product in a call has a name. Counters list that name. Random streams are derived
+from it, the layer's name, the seed and the number of the call.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Site:
     counters: Counters | None = None
 
     def part(self, name: str) -> "Site":
-        """The same call, in a part of the layer."""
+        """Return the site of a part of this layer, in the same call."""
         return replace(self, name=f"{self.name}/{name}")
 
     def forward(self, x: Tensor, what: str, made: Arithmetic | None = None) -> Tensor:
@@ -56,13 +56,13 @@ class Site:
         return self.rounded(x, self.stages.loss, what)
 
     def stored(self, x: Tensor, what: str) -> Tensor:
-        """Of numbers that are kept from step to step."""
+        """Round numbers that are kept from step to step."""
         return self.rounded(x, self.stages.optimizer, what)
 
     def rounded(self, x: Tensor, how: object, what: str, made: Arithmetic | None = None) -> Tensor:
-        """x in the numbers of a stage; the same tensor where that is float32.
+        """Round x to the precision of a stage; returns x itself where that is float32.
 
-        What an arithmetic made has been rounded: in the same format it stays as it is.
+        `made` is the arithmetic that computed x. If its sums have this format, x need not be rounded again.
         """
         assert isinstance(how, Precision)
         if how.format is None:
@@ -76,7 +76,7 @@ class Site:
         return result
 
     def cut(self, y: Tensor) -> Tensor | None:
-        """Which results lie at their format's ends, where stages are `clipped`."""
+        """Return which results saturated (lie at an end of their format); None unless `stages.clipped`."""
         how = self.stages.forward
         if not self.stages.clipped:
             return None
@@ -85,11 +85,11 @@ class Site:
         return (y <= how.format.min) | (y >= how.format.max)
 
     def error(self, dy: Tensor, cut: Tensor | None) -> Tensor:
-        """What comes back, rounded; nothing to results that were cut off."""
+        """Round the incoming gradient; it is zero where a result saturated."""
         return self.backward(dy if cut is None else dy.masked_fill(cut, 0.0), "error")
 
     def again(self, weight: Tensor, rounded: Tensor, what: str) -> Tensor:
-        """A weight for the way back: rounded anew, unless that would give what there is."""
+        """Return a weight rounded for the backward pass; `rounded` where the result would be the same."""
         forward, backward = self.stages.forward, self.stages.backward
         assert isinstance(backward, Precision)
         if forward == backward and not backward.needs_rng:
@@ -98,19 +98,20 @@ class Site:
 
     @property
     def ahead(self) -> Arithmetic | None:
-        """How products are computed on the way forward."""
+        """How products are computed in the forward pass."""
         return self.stages.arithmetic
 
     @property
     def back(self) -> Arithmetic | None:
-        """How products are computed on the way back."""
+        """How products are computed in the backward pass."""
         how = self.stages.backward_arithmetic
         assert not isinstance(how, str)
         return how
 
     def product(self, a: Tensor, b: Tensor, how: Arithmetic | None, what: str, of: str = "") -> Tensor:
-        """[..., M, K] times [..., K, N]; `of` are the stages that operands are known to be rounded for, "BF"
-        for backward and forward, with 1 for ones.
+        """Return [..., M, K] times [..., K, N].
+
+        `of` names the stages that operands were rounded for: "BF" means backward and forward, "1" ones.
         """
         if how is None:
             with unautocast(a.device):
@@ -119,7 +120,7 @@ class Site:
         return matmul(a, b, how, rng=self._draws(how, f"{what}*"), within=within)
 
     def affine(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        """The way forward: [..., M, K] times [..., K, N], and [..., 1, N] or nothing; rounded as sums are."""
+        """Return a times b plus bias in the forward pass, rounded as sums are; bias is [..., 1, N]."""
         if bias is None or not self.stages.fused:
             return self.plus(self.product(a, b, self.ahead, "output", "FF"), bias, self.ahead, "output")
         a = torch.cat((a, a.new_ones(*a.shape[:-1], 1)), -1)
@@ -127,19 +128,20 @@ class Site:
         return self.product(a, torch.cat((b, bias), -2), self.ahead, "output", of)
 
     def plus(self, a: Tensor, b: Tensor | None, how: Arithmetic | None, what: str) -> Tensor:
-        """a + b, rounded as sums are."""
+        """Return a + b, rounded as sums are."""
         if b is None:
             return a
         total = a + b
         if how is None or how.sum is None:
             return total
-        kept = formats.get(how.sum)
-        if isinstance(kept, Float) and not kept.has_nan:  # its sign would matter, and differs by device
+        sum_format = formats.get(how.sum)
+        if isinstance(sum_format, Float) and not sum_format.has_nan:
+            # The sign of NaN would decide the result, and it differs by device.
             total = torch.where(total.isnan(), torch.nan, total)
-        return kept.round(total, how.rounding, self._draws(how, f"{what}+"))
+        return sum_format.round(total, how.rounding, self._draws(how, f"{what}+"))
 
     def total(self, rows: Tensor, how: Arithmetic | None, what: str, of: str = "") -> Tensor:
-        """The sum of the rows of [..., M, N], added up as products are; nothing is multiplied."""
+        """Return the sum of the rows of [..., M, N], added as products are; nothing is multiplied."""
         if how is None:
             return rows.sum(-2)
         adding = replace(how, product=None, multiply="exact")
@@ -147,7 +149,7 @@ class Site:
         return self.product(ones, rows, adding, what, f"1{of}" if of else "").squeeze(-2)
 
     def _kind(self, stage: str) -> Format | None:
-        """The format of numbers that were rounded for a stage; None: any float32 number."""
+        """Return the format of numbers that were rounded for a stage; None: any float32 number."""
         how = {"F": self.stages.forward, "B": self.stages.backward, "1": ONES}[stage]
         assert isinstance(how, Precision)
         return None if how.scale else how.format
@@ -161,26 +163,26 @@ class Site:
 
 @functools.cache
 def _has_one(format: Format | None) -> bool:
-    """Whether 1 is among the numbers of a format; None is float32."""
+    """Whether a format can represent 1; None is float32."""
     return format is None or format.round(torch.ones(1)).item() == 1
 
 
 def unautocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """In which torch keeps float32 what is float32."""
+    """Return a context in which autocast is off."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def unshared(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """y in another shape; unlike a view, later layers may change it in place."""
+    """Return y in another shape; unlike a view, later layers may change it in place."""
     result: Tensor = torch.ops.aten._unsafe_view(y, shape)
     return result
 
 
 def single(*tensors: Tensor | None) -> None:
-    """Complain of anything but float32."""
+    """Raise InputError unless all tensors are float32."""
     for x in tensors:
         if x is not None and x.dtype != torch.float32:
-            kind = str(x.dtype).removeprefix("torch.")
-            raise InputError(f"simulated layers compute with float32, not {kind}; use .float(), no autocast")
+            dtype = str(x.dtype).removeprefix("torch.")
+            raise InputError(f"simulated layers compute with float32, not {dtype}; use .float(), no autocast")

@@ -1,14 +1,14 @@
-"""The stages of training, each with numbers of its own.
+"""The stages of training, each with its own precision.
 
-PositNN (Raposo, Tomas and Roma 2021) tells five of them apart, because they do not need the same precision:
+PositNN (Raposo, Tomas and Roma 2021) distinguishes five, because they do not need the same precision:
 
-| stage | what is kept in it |
+| stage | numbers in its precision |
 |---|---|
-| `forward` | operands of products on the way forward (activations, copies of weights), and results |
-| `backward` | errors: gradients with respect to activations, and the copies of weights they are made with |
+| `forward` | operands of products in the forward pass (activations, copies of weights), and results |
+| `backward` | errors: gradients with respect to activations, and the copies of weights that compute them |
 | `gradient` | gradients with respect to weights |
-| `optimizer` | weights as they are stored, and the optimizer's own numbers |
-| `loss` | the loss and the error it begins with |
+| `optimizer` | weights as they are stored, and the optimizer's state |
+| `loss` | the loss, and the first error of the backward pass |
 """
 
 from dataclasses import dataclass, fields
@@ -37,15 +37,14 @@ class Stages:
     gradient: Precision | Format | str | None = None
     optimizer: Precision | Format | str | None = None
     loss: Precision | Format | str | None = None
-    #: Of products on the way forward. None: float32, added up as the device likes: fast, not the same bits
-    #: everywhere.
+    #: How products are computed in the forward pass. None: torch's float32, which is fast, but its bits
+    #: differ between devices.
     arithmetic: Arithmetic | None = None
-    backward_arithmetic: Arithmetic | str | None = SAME  #: of the products that make errors and gradients
-    #: Whether no error goes back to results of products that lie at the ends of their format, where numbers
-    #: are cut off. Otherwise it does, as if they had not been.
+    backward_arithmetic: Arithmetic | str | None = SAME  #: of products that compute errors and gradients
+    #: Zero the error where the result of a product saturated. Otherwise saturation does not change the error.
     clipped: bool = False
-    #: Whether exact sums on the way forward take a bias in before they are rounded, as a quire would.
-    #: Otherwise it is added after that, and the sum is rounded again.
+    #: Whether the bias is part of the exact sum in the forward pass, as in a quire. Otherwise it is added to
+    #: the rounded sum, and the result is rounded again.
     fused: bool = False
 
     def __post_init__(self) -> None:
@@ -59,30 +58,30 @@ class Stages:
                 raise FormatError(f"{name} must be a simulate.Arithmetic or None, not {given!r}")
         forward = Precision.of(self.forward)
         if self.clipped and (forward.format is None or forward.scale):
-            raise FormatError(f"{forward.spec} has no fixed ends to cut off at; use clipped=False")
+            raise FormatError(f"{forward.spec} has no fixed range to saturate at; use clipped=False")
         if self.fused and (self.arithmetic is None or self.arithmetic.order != "exact"):
-            raise FormatError("only exact sums can take a bias in; use Arithmetic(order='exact') with fused")
+            raise FormatError("fused=True needs exact sums; use Arithmetic(order='exact')")
 
     @classmethod
     def uniform(
         cls, precision: Precision | Format | str | None, arithmetic: Arithmetic | None = None
     ) -> "Stages":
-        """One precision for everything."""
+        """Return stages with one precision for all."""
         return cls(precision, precision, precision, precision, precision, arithmetic)
 
     def __str__(self) -> str:
-        said = {name: Precision.of(getattr(self, name)).spec for name in STAGES}
-        clipped = (", clipped" if self.clipped else "") + (", fused" if self.fused else "")
-        if len(set(said.values())) == 1:
-            return said["forward"] + clipped
-        return ", ".join(f"{name} {spec}" for name, spec in said.items()) + clipped
+        specs = {name: Precision.of(getattr(self, name)).spec for name in STAGES}
+        options = (", clipped" if self.clipped else "") + (", fused" if self.fused else "")
+        if len(set(specs.values())) == 1:
+            return specs["forward"] + options
+        return ", ".join(f"{name} {spec}" for name, spec in specs.items()) + options
 
     @property
     def needs_rng(self) -> bool:
         """Whether anything is rounded at random."""
-        kept = (getattr(self, each.name) for each in fields(self))
+        values = (getattr(self, each.name) for each in fields(self))
         return any(
             (isinstance(each, Precision) and each.needs_rng)
             or (isinstance(each, Arithmetic) and each.rounding == "stochastic")
-            for each in kept
+            for each in values
         )

@@ -1,6 +1,6 @@
-"""That a state fits, all of it, before anything of it is used: so a load changes everything or nothing.
+"""Check a whole state before any of it is loaded, so that a load changes everything or nothing.
 
-States come from files, so every part may be missing, of another type, of another size or not a number.
+States come from files, so any entry may be missing, have another type or size, or not be a number.
 """
 
 import math
@@ -14,8 +14,8 @@ from thinwire import slots
 from thinwire.channel import Channel
 from thinwire.errors import InputError
 
-WHOLE = {"seed": 0, "sum_of": 1}  #: options that are whole numbers, and the least
-COUNT, NUMBER, TEXT = "a count from 0 on", "a number", "a text"
+WHOLE = {"seed": 0, "sum_of": 1}  #: options that are whole numbers, and their minimum
+COUNT, NUMBER, TEXT = "a whole number >= 0", "a number", "a text"
 
 
 def damaged(what: str, why: str) -> InputError:
@@ -23,9 +23,9 @@ def damaged(what: str, why: str) -> InputError:
 
 
 def check(state: object, what: str, kinds: Mapping[str, str]) -> Mapping[str, Any]:
-    """That a state has these entries, each of its kind: COUNT, NUMBER, TEXT, "dict" or "list"."""
+    """Return a state that has these entries, each of its kind: COUNT, NUMBER, TEXT, "dict" or "list"."""
     if not isinstance(state, Mapping):
-        raise InputError(f"{what} loads what its state_dict gave, a dict, not {type(state).__name__}")
+        raise InputError(f"{what} loads a dict from its state_dict(), not {type(state).__name__}")
     if missing := [name for name in kinds if name not in state]:
         raise damaged(what, f"it lacks {', '.join(missing)}")
     for name, kind in kinds.items():
@@ -50,7 +50,7 @@ def _shown(value: object) -> str:
 
 
 def check_tensor(what: str, name: str, held: object, shape: Sequence[int] | None = None) -> None:
-    """A dense float32 tensor, of this shape if there is one."""
+    """Check that `held` is a dense float32 tensor, of this shape if one is given."""
     dense = isinstance(held, Tensor) and held.layout == torch.strided and not held.is_meta
     if not isinstance(held, Tensor) or not dense or held.dtype != torch.float32:
         kind = f"of {held.dtype}" if isinstance(held, Tensor) and dense else _shown(held)
@@ -65,7 +65,7 @@ def check_tensor(what: str, name: str, held: object, shape: Sequence[int] | None
 
 
 def check_groups(what: str, groups: Sequence[Any], own: Sequence[Mapping[str, Any]]) -> None:
-    """That groups of parameters are as many, as long, and have options of the same kinds."""
+    """Check the number of parameter groups, and the number and numbering of their parameters."""
     if len(groups) != len(own):
         raise InputError(
             f"the state of {what} has {len(groups)} groups of parameters, this one has {len(own)}"
@@ -83,7 +83,7 @@ def check_groups(what: str, groups: Sequence[Any], own: Sequence[Mapping[str, An
 
 
 def check_options(what: str, group: Mapping[str, Any], own: Mapping[str, Any], names: Iterable[str]) -> None:
-    """That a group has these options, with values such as this optimizer has."""
+    """Check that a group has these options, with values of the kinds that this optimizer has."""
     for name in names:
         if name not in group:
             raise damaged(what, f"it lacks {name}")
@@ -91,14 +91,14 @@ def check_options(what: str, group: Mapping[str, Any], own: Mapping[str, Any], n
         if isinstance(mine, bool):
             fits, kind = isinstance(given, bool), "True or False"
         elif name in WHOLE:
-            fits, kind = type(given) is int and given >= WHOLE[name], f"a whole number from {WHOLE[name]} on"
+            fits, kind = type(given) is int and given >= WHOLE[name], f"a whole number >= {WHOLE[name]}"
         elif isinstance(mine, tuple | list):
             fits = isinstance(given, tuple | list) and len(given) == len(mine) and all(map(_positive, given))
-            kind = f"{len(mine)} numbers from 0 on"
+            kind = f"{len(mine)} numbers >= 0"
         else:
             fits, kind = (
                 _positive(given) or (isinstance(given, Tensor) and given.numel() == 1),
-                "a number from 0 on",
+                "a number >= 0",
             )
         if not fits:
             raise damaged(what, f"{name} is {_shown(given)}, not {kind}")
@@ -115,7 +115,7 @@ def check_parts(
     own: Sequence[Mapping[str, Any]],
     parts: Mapping[str, str | None],
 ) -> None:
-    """What is held of each parameter: `parts` by name, with the option that makes one of them needed."""
+    """Check the state of each parameter; `parts` maps an entry to the option that needs it (None: always)."""
     known = {
         number: (weight.shape, group)
         for group, mine in zip(groups, own, strict=True)
@@ -142,11 +142,11 @@ def check_parts(
 def check_nodes(
     state: object, count: int, shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, list[Channel]], dict[str, tuple[str, str]]]:
-    """What the codecs of every node owe, and the routes of the last step."""
+    """Return the channels of every node, with residuals, and the routes of the last step."""
     what = "Nodes"
-    found = check(state, what, {"step": COUNT, "epoch": COUNT, "channels": "dict"})
-    channels = {spec: _channels(what, spec, held, count, shapes) for spec, held in found["channels"].items()}
-    routes = check({"routes": found.get("routes", {})}, what, {"routes": "dict"})["routes"]
+    saved = check(state, what, {"step": COUNT, "epoch": COUNT, "channels": "dict"})
+    channels = {spec: _channels(what, spec, held, count, shapes) for spec, held in saved["channels"].items()}
+    routes = check({"routes": saved.get("routes", {})}, what, {"routes": "dict"})["routes"]
     for name, route in routes.items():
         pair = list(route) if isinstance(route, list | tuple) else []
         if len(pair) != 2 or not all(isinstance(each, str) for each in pair):
@@ -162,16 +162,16 @@ def _channels(
     if not isinstance(spec, str) or not isinstance(held, list | tuple):
         raise damaged(what, f"channels of {spec!r} are {_shown(held)}, not a list with one for each node")
     if len(held) != count:
-        raise InputError(f"the state is of {len(held)} nodes, these are {count}")
-    found = []
-    for each in held:
-        found.append(Channel(spec))
-        found[-1].load_state_dict(each)
-        for slot, shape in found[-1].shapes.items():
+        raise InputError(f"the state is of {len(held)} nodes, this Nodes has {count}")
+    channels = []
+    for state in held:
+        channels.append(Channel(spec))
+        channels[-1].load_state_dict(state)
+        for slot, shape in channels[-1].shapes.items():
             name, is_start = slots.name_of(slot), slot.endswith(f"/{slots.START}")
-            small = name in shapes and (is_start or math.prod(shape) <= math.prod(shapes[name]))
-            if not small:
+            fits = name in shapes and (is_start or math.prod(shape) <= math.prod(shapes[name]))
+            if not fits:
                 raise InputError(
-                    f"the state of {what} is of another model: nothing here owes {slot!r} {shape}"
+                    f"the state of {what} is of another model: no residual here is {slot!r} {shape}"
                 )
-    return found
+    return channels

@@ -1,8 +1,8 @@
-"""Training a model as many nodes would, in any numbers, on one device: the loop around the parts.
+"""Train a model as many nodes would, in any precision, on one device.
 
-Every part can be had by itself: `Nodes` reduces gradients, `convert` puts layers into other numbers, and
-`SGD` keeps weights in them. `train` is for comparing: all runs of a seed begin with the weights that the
-model has and see the same batches in the same order, and a node's batch is what a rank's would be.
+The parts also work alone: `Nodes` reduces gradients, `convert` changes the precision of layers, and `SGD`
+keeps weights in few bits. `train` is for comparisons: runs with the same seed start with the weights of the
+model and see the same batches in the same order. A node's batch is the batch that a rank would have.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from thinwire.codecs import AnySpec
 from thinwire.data import Images
 from thinwire.errors import InputError
 from thinwire.policy import Policy
-from thinwire.simulate import recorded as recording
-from thinwire.simulate import through
+from thinwire.simulate import cuda_graph as recording
+from thinwire.simulate import pure_mode
 from thinwire.simulate.layers import Simulated
 from thinwire.simulate.loss_scale import NONE, LossScale
 from thinwire.simulate.nodes import Nodes
 from thinwire.simulate.quantizer import Quantizer
 
-AT_ONCE = 2000  #: images of an evaluation
-POINTS = 20  #: of a curve
-EVALUATIONS = 4  #: of them with an accuracy, the last among them
-OPTIONS = ("lr", "momentum", "weight_decay")  #: of a plan, for the optimizer that nobody gave
+AT_ONCE = 2000  #: images per batch of an evaluation
+POINTS = 20  #: of a training curve
+EVALUATIONS = 4  #: points with an accuracy, the last one included
+OPTIONS = ("lr", "momentum", "weight_decay")  #: fields of a plan that only the default optimizer uses
 GRADIENTS, ACTIVATIONS = "gradients", "activations"
 
 Loss = Callable[..., Tensor]
@@ -44,7 +44,7 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run stood after a step."""
+    """One point of a training curve."""
 
     step: int
     loss: float  #: of the training batches since the last point
@@ -53,31 +53,31 @@ class Point:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a run."""
+    """The result of a run."""
 
     points: tuple[Point, ...]
     accuracy: float  #: at the end, on the test set; NaN where targets are not classes
-    steps: int  #: made; fewer than asked for if the loss stopped being a number
-    skipped: int  #: that a loss scale left out, because gradients were not finite
-    sent_nbytes: int  #: what a node would send for one step; 0 if there is but one
+    steps: int  #: done; fewer than planned if the loss became infinite or NaN
+    skipped: int  #: steps that a loss scale skipped, because gradients were not finite
+    sent_nbytes: int  #: bytes that a node would send per step; 0 with one node
 
     @property
     def failed(self) -> bool:
-        """Whether the loss stopped being a number."""
+        """Whether the loss became infinite or NaN."""
         return not math.isfinite(self.points[-1].loss)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast: what stays the same when runs are compared."""
+    """Steps, batch size and learning rate: equal for all runs that are compared."""
 
     steps: int = 100
-    batch: int = 32  #: samples of one node and step
+    batch: int = 32  #: samples per node and step
     lr: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 0.0
     warm_up: int = 0  #: steps in which the rate grows from zero
-    decay: Callable[[float], float] = field(default=lambda done: 1 - done)  #: of the rate, by the share done
+    decay: Callable[[float], float] = field(default=lambda done: 1 - done)  #: factor of the rate, by progress
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch"):
@@ -86,7 +86,7 @@ class Plan:
                 raise InputError(f"{name} must be a whole number, 1 or more, not {number}")
 
     def share(self, step: int) -> float:
-        """Of the learning rate, at a step, counted from 0.
+        """Return the factor of the learning rate at a step, counted from 0.
 
         >>> [Plan(steps=4, warm_up=2).share(step) for step in range(4)]
         [0.5, 0.75, 0.5, 0.25]
@@ -117,15 +117,15 @@ def train(  # noqa: PLR0913
     tell: Callable[[Point], None] | None = None,
     **settings: Any,
 ) -> Trained:
-    """Train a model in place with the gradients of `nodes` nodes, each with a micro-batch of its own.
+    """Train a model in place with the gradients of `nodes` nodes, each with its own micro-batch.
 
-    `data` is the name of an image set (`thinwire.data`), or images, or a pair of tensors, which are taken as
-    they are, but for bytes: those become float32. `codec` and `schedule` are those of `Nodes`; `settings` are
-    fields of `Plan`, whose `decay` is that of any optimizer's rate: by default it falls to zero in a straight
-    line (`decay=lambda done: 1.0` keeps it). With `pure` there is one node, and "gradients", or
-    "activations" and errors, pass through the codec: Dettmers' pure 8-bit mode.
-    `each_step` is called after every step. With `recorded`, on a GPU, a step is recorded as a CUDA graph and
-    replayed: small networks train several times as fast (`thinwire.simulate.recorded`).
+    `data` is the name of an image set (`thinwire.data`), or images, or a pair of tensors. Tensors are used as
+    they are, except that bytes become float32. `codec` and `schedule` are those of `Nodes`. `settings` are
+    fields of `Plan`. Its `decay` applies to any optimizer: by default the rate falls linearly to zero
+    (`decay=lambda done: 1.0` keeps it). `pure` is Dettmers' pure 8-bit mode: with one node, "gradients", or
+    "activations" and errors, pass through the codec. `each_step` is called after every step. With `recorded`,
+    a step on a GPU is recorded as a CUDA graph and replayed: small networks train several times as fast
+    (`thinwire.simulate.cuda_graph`).
 
     >>> from thinwire import simulate
     >>> x = torch.randn(256, 8)
@@ -139,33 +139,33 @@ def train(  # noqa: PLR0913
     device = usable(parameters[0].device if device is None else device)
     images, tests = _data(data, tests, device)
     model.to(device).train()
-    made = _made(optimizer or _sgd(plan), parameters)
-    rates = [group["lr"] for group in made.param_groups]
+    torch_optimizer = _made(optimizer or _sgd(plan), parameters)
+    rates = [group["lr"] for group in torch_optimizer.param_groups]
     scaling = _scaling(loss_scale)
-    several = Nodes(model, nodes, "fp32" if pure else codec, "auto" if pure else schedule, seed=seed)
-    draw = torch.Generator().manual_seed(seed)
-    order = _order(len(images), plan.batch * nodes, draw)
+    reducer = Nodes(model, nodes, "fp32" if pure else codec, "auto" if pure else schedule, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    order = _order(len(images), plan.batch * nodes, generator)
     course = _Course(plan.steps, lambda: evaluate(model, tests), tell)
     recording.check(recorded, device, model, loss, codec, schedule)
-    backward, change = _ways(several, loss, together, made, recorded)
+    backward, change = _ways(reducer, loss, together, torch_optimizer, recorded)
     with _piped(model, pure, codec, nodes, seed), _seeded(seed, device):
         for step in range(plan.steps):
             x, y = images.batch(next(order).to(device))
-            x = augment(x, draw) if augment else x
-            found = backward(x, y, scale=scaling.scale)
+            x = augment(x, generator) if augment else x
+            step_loss = backward(x, y, scale=scaling.scale)
             if pure == GRADIENTS:
                 assert not isinstance(codec, Policy)
-                through.gradients_(model.parameters(), codec, seed=seed, step=step)
-            for group, rate in zip(made.param_groups, rates, strict=True):
+                pure_mode.gradients_(model.parameters(), codec, seed=seed, step=step)
+            for group, rate in zip(torch_optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * plan.share(step)
             finite = scaling.kind == NONE or scaling.unscale_(each.grad for each in model.parameters())
             if scaling.update(finite):
                 change()
             if each_step:
                 each_step(step, model)
-            if not course.goes_on(step + 1, found):
+            if not course.goes_on(step + 1, step_loss):
                 break
-    sent = several.sent_nbytes if nodes > 1 else 0
+    sent = reducer.sent_nbytes if nodes > 1 else 0
     last = course.points[-1]
     accuracy = evaluate(model, tests) if last.accuracy is None else last.accuracy
     return Trained(tuple(course.points), accuracy, last.step, scaling.skipped, sent)
@@ -174,10 +174,10 @@ def train(  # noqa: PLR0913
 def _ways(
     several: Nodes, loss: Loss, together: int, optimizer: torch.optim.Optimizer, recorded: bool
 ) -> tuple[Callable[..., Tensor], Callable[[], object]]:
-    """How gradients are made, and how weights are changed."""
+    """Return the functions that compute gradients and update weights."""
     if min(together, several.count) > 1 and isinstance(loss, Simulated):
         raise InputError(
-            "the loss computes in other numbers, which nodes computed together cannot; use together=1"
+            "the loss is simulated, which does not work for several nodes at a time; use together=1"
         )
 
     def of_node(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def _ways(
 
 @dataclass
 class _Course:
-    """Points of a curve, as a run goes."""
+    """Collects the points of a curve during a run."""
 
     steps: int
     evaluated: Callable[[], float]
@@ -199,7 +199,7 @@ class _Course:
     losses: list[Tensor] = field(default_factory=list)  #: since the last point
 
     def goes_on(self, step: int, loss: Tensor) -> bool:
-        """Note a step; False once the loss is no number."""
+        """Note a step; returns False once the loss is infinite or NaN."""
         self.losses.append(loss)
         measured = step in _marks(self.steps, EVALUATIONS)
         if not measured and step not in _marks(self.steps, POINTS):
@@ -214,53 +214,53 @@ class _Course:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """In which torch's own random numbers, those of dropout, begin with the seed."""
+    """Seed torch's own random numbers, which dropout uses, in this context."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 def usable(device: torch.device | str) -> torch.device:
-    """A device, if this machine has it.
+    """Return a device; raises InputError if this machine does not have it.
 
     >>> usable("cpu")
     device(type='cpu')
     """
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
         raise InputError(f"there is no device '{device}'; use cpu or cuda") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"torch finds no GPU here for device '{device}'; use cpu")
-    return found
+    return chosen
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tests: Images | tuple[Tensor, Tensor]) -> float:
-    """The share of targets whose class a model finds; NaN where targets are not numbers of classes.
+    """Return the share of targets whose class a model predicts; NaN where targets are not class numbers.
 
-    Classes are along the second dimension of what the model puts out, as `cross_entropy` has them. Neither
-    counters nor random numbers of training know of it.
+    Classes are the second dimension of the output, as for `cross_entropy`. Counters and random numbers of
+    training do not change.
 
     >>> evaluate(nn.Identity(), (torch.eye(3), torch.tensor([0, 1, 1])))
     0.6666666666666666
     """
     with _looking(model):
         images = _images(tests)
-        right = torch.zeros((), dtype=torch.int64, device=images.y.device)
+        correct = torch.zeros((), dtype=torch.int64, device=images.y.device)
         for start in range(0, len(images), AT_ONCE):
             x, y = images.batch(slice(start, start + AT_ONCE))
-            found = model(x)
-            found = found.argmax(1) if found.ndim > 1 else found
-            if y.is_floating_point() or found.shape != y.shape:
+            predicted = model(x)
+            predicted = predicted.argmax(1) if predicted.ndim > 1 else predicted
+            if y.is_floating_point() or predicted.shape != y.shape:
                 return math.nan
-            right += (found == y).sum()
-    return right.item() / images.y.numel()
+            correct += (predicted == y).sum()
+    return correct.item() / images.y.numel()
 
 
 @contextlib.contextmanager
 def _looking(model: nn.Module) -> Iterator[None]:
-    """In which a model is in evaluation, and leaves no trace."""
+    """Put a model into evaluation mode; afterwards modes, calls and counters are as before."""
     before: list[tuple[nn.Module, str, Any]] = [(each, "training", each.training) for each in model.modules()]
     for module in model.modules():
         if isinstance(module, Simulated | Quantizer):
@@ -278,9 +278,9 @@ def _plan(plan: Plan | None, settings: dict[str, Any], optimizer: Optimizer | No
     if plan is not None and settings:
         raise InputError(f"give a plan, or {', '.join(settings)}, not both")
     if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan is a simulate.Plan, not {type(plan).__name__}")
+        raise InputError(f"plan must be a simulate.Plan, not {type(plan).__name__}")
     if optimizer is not None and (unused := [each for each in OPTIONS if each in settings]):
-        raise InputError(f"{', '.join(unused)} would not be used: give it to the optimizer that you make")
+        raise InputError(f"{', '.join(unused)} would not be used: you gave an optimizer; set it there")
     known = tuple(Plan.__dataclass_fields__)
     for name in settings:
         if name not in known:
@@ -295,10 +295,10 @@ def _data(
     tests: Images | tuple[Tensor, Tensor] | None,
     device: torch.device,
 ) -> tuple[Images, Images]:
-    """Training and test images; without any of the latter, accuracy is that on the former."""
+    """Return training and test images; without test images, accuracy is measured on training images."""
     if isinstance(data, str):
-        found = sets.images(data)
-        return found[0].to(device), (found[1] if tests is None else _images(tests)).to(device)
+        pair = sets.images(data)
+        return pair[0].to(device), (pair[1] if tests is None else _images(tests)).to(device)
     return _images(data).to(device), _images(data if tests is None else tests).to(device)
 
 
@@ -306,17 +306,19 @@ def _images(data: Images | tuple[Tensor, Tensor]) -> Images:
     if isinstance(data, Images):
         return data
     if not isinstance(data, tuple | list) or len(data) != 2:
-        raise InputError(f"data is a name, images, or a pair (x, y) of tensors, not {type(data).__name__}")
+        raise InputError(
+            f"data must be a name, images or a pair (x, y) of tensors, not {type(data).__name__}"
+        )
     x, y = data
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         raise InputError(f"x and y must be tensors, not {type(x).__name__} and {type(y).__name__}")
     if len(x) != len(y):
-        raise InputError(f"x has {len(x)} samples and y {len(y)}; give as many of each")
+        raise InputError(f"x has {len(x)} samples and y {len(y)}; give the same number of each")
     return Images(x, y, 0.0, 1.0) if x.dtype == torch.uint8 else _Pair(x, y, 0.0, 1.0)
 
 
 class _Pair(Images):
-    """Tensors that are taken as they are."""
+    """Tensors that are used as they are."""
 
     def batch(self, picked: Tensor | slice) -> tuple[Tensor, Tensor]:
         return self.x[picked], self.y[picked]
@@ -328,20 +330,20 @@ class _Pair(Images):
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     if not isinstance(model, nn.Module):
         raise InputError(f"train takes a torch.nn.Module, not {type(model).__name__}")
-    found = [each for each in model.parameters() if each.requires_grad]
-    if not found:
-        raise InputError("the model has no parameter that wants a gradient: nothing can be trained")
-    return found
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    if not trainable:
+        raise InputError("the model has no parameter with requires_grad=True, so nothing can be trained")
+    return trainable
 
 
 def _made(optimizer: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    made = optimizer(parameters) if callable(optimizer) else optimizer
-    if not callable(optimizer) or not isinstance(made, torch.optim.Optimizer):
+    result = optimizer(parameters) if callable(optimizer) else optimizer
+    if not callable(optimizer) or not isinstance(result, torch.optim.Optimizer):
         raise InputError(
-            "optimizer is a function that makes one of parameters, such as lambda parameters: "
-            f"simulate.SGD(parameters, lr=0.1); it is, or makes, {type(made).__name__}"
+            "optimizer must be a function that makes an optimizer of parameters, such as "
+            f"lambda parameters: simulate.SGD(parameters, lr=0.1); it is, or returns, {type(result).__name__}"
         )
-    return made
+    return result
 
 
 def _sgd(plan: Plan) -> Optimizer:
@@ -358,14 +360,14 @@ def _scaling(given: LossScale | float | str | None) -> LossScale:
 def _piped(
     model: nn.Module, pure: str | None, codec: AnySpec | Policy, nodes: int, seed: int
 ) -> Iterator[None]:
-    """In which activations and errors go through a codec, if that is asked for."""
+    """Pass activations and errors through a codec in this context, if `pure` asks for it."""
     if pure not in (None, GRADIENTS, ACTIVATIONS):
-        raise InputError(f"pure is '{GRADIENTS}' or '{ACTIVATIONS}', not '{pure}'")
+        raise InputError(f"pure must be '{GRADIENTS}' or '{ACTIVATIONS}', not '{pure}'")
     if pure and (nodes != 1 or isinstance(codec, Policy)):
-        raise InputError(f"pure='{pure}' is for one node and one codec; leave out nodes, and give no policy")
+        raise InputError(f"pure='{pure}' needs one node and one codec; leave out nodes, and give no policy")
     pipe = None
     if pure == ACTIVATIONS and not isinstance(codec, Policy):
-        pipe = through.attach(model, codec, seed=seed)
+        pipe = pure_mode.attach(model, codec, seed=seed)
     try:
         yield
     finally:
@@ -374,7 +376,7 @@ def _piped(
 
 
 def _order(count: int, size: int, draw: torch.Generator) -> Iterator[Tensor]:
-    """Which samples a step takes, those of node 0 first: shuffled anew for every pass over the data."""
+    """Yield the samples of each step, those of node 0 first; shuffled again for every pass over the data."""
     if size > count:
         raise InputError(
             f"there are {count} samples, a step takes {size}: use fewer nodes or smaller batches"
@@ -386,5 +388,5 @@ def _order(count: int, size: int, draw: torch.Generator) -> Iterator[Tensor]:
 
 @cache
 def _marks(steps: int, count: int) -> set[int]:
-    """Some steps at equal distances, the last among them."""
+    """Return evenly spaced steps, the last one included."""
     return {max(1, round(steps * each / count)) for each in range(1, count + 1)}

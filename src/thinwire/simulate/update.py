@@ -1,18 +1,18 @@
-"""Optimizers whose weights, and whose own numbers, are kept in few bits.
+"""Optimizers that keep weights, and their own state, in few bits.
 
-With K for rounding to the weights' precision and u for the update, -lr times a direction, in float32:
+K rounds to the weights' precision; u is the update, -lr times a direction, in float32:
 
 | update | weights |
 |---|---|
 | `round` | w = K(w + u): with rounding to nearest, updates below half a step of w are lost |
-| `kahan` | y = K(u - c); s = K(w + y); c = K(K(s - w) - y); w = s: what is lost is kept in c for later |
+| `kahan` | y = K(u - c); s = K(w + y); c = K(K(s - w) - y); w = s: c keeps what is lost for the next step |
 
-`round` with a precision such as `bfloat16~sr` rounds at random, right on average. Zamirai et al. (2020,
-"Revisiting BFloat16 Training") compare the three. Momentum and moments are rounded likewise, each to the
-precision `state`, before they are used: PositNN's v = S(momentum v + g), w = K(w - lr v).
+`round` with a precision such as `bfloat16~sr` rounds at random, correct on average. Zamirai et al. (2020,
+"Revisiting BFloat16 Training") compare the three. Momentum and moments are rounded to the precision `state`
+(S) before they are used, as in PositNN: v = S(momentum v + g), w = K(w - lr v).
 
-Weights are rounded once at their first step, and are in their precision from then on. Random words depend on
-the seed, the number of the step and the parameter's name, not on the rank: replicas stay equal.
+Weights are rounded at their first step, and stay in their precision from then on. Random words depend on the
+seed, the number of the step and the parameter's name, not on the rank: replicas stay equal.
 """
 
 import math
@@ -39,34 +39,34 @@ class Kept(TypedDict, total=False):
     """Options of all optimizers here; all but `counters` and `names` may differ between parameter groups."""
 
     keep: Precision | Format | str | None  #: of weights; bfloat16 if not given, None: float32
-    state: Precision | Format | str | None  #: of the optimizer's numbers; None: that of the weights
+    state: Precision | Format | str | None  #: of the optimizer's state; None: that of the weights
     update: str  #: "round" or "kahan"
-    gradient: Precision | Format | str | None  #: of gradients as they are taken; None: as they come
-    sum_of: int  #: samples that gradients are sums over: they are divided by it, then rounded
+    gradient: Precision | Format | str | None  #: of gradients before use; None: not rounded
+    sum_of: int  #: samples that gradients sum over: they are divided by it, then rounded
     seed: int  #: of stochastic rounding
-    counters: Counters | None  #: counts updates that left a weight as it was, as `name/update`
+    counters: Counters | None  #: counts updates that left a weight unchanged, as `name/update`
     names: Iterable[str] | None  #: of parameters, in their order; or give `model.named_parameters()`
 
 
 class Rounded(Optimizer):
-    """What the optimizers here have in common; a subclass says where to go.
+    """Base class of the optimizers; a subclass computes the direction of an update.
 
-    | option | what |
+    | option | meaning |
     |---|---|
     | `keep` | precision of the weights: bfloat16 if not given, None for float32 |
     | `state` | precision of momentum and moments: that of the weights if not given |
     | `update` | "round", or "kahan" for compensated updates |
-    | `gradient` | precision of gradients as they are taken: as they come if not given |
-    | `sum_of` | how many samples gradients are sums over: they are divided by it, then rounded; 1 |
+    | `gradient` | precision of gradients before use: not rounded if not given |
+    | `sum_of` | number of samples that gradients sum over: they are divided by it, then rounded; 1 |
     | `seed` | of stochastic rounding |
-    | `counters` | a `Counters`, for updates that left a weight as it was, as `name/update` |
+    | `counters` | a `Counters`, for updates that left a weight unchanged, as `name/update` |
     | `names` | of the parameters, in their order; or give `model.named_parameters()` as params |
     """
 
     counters: Counters | None = None
-    #: Whether nothing but tensors and options decides what a step does, if nothing is random.
+    #: Whether a step depends on tensors and options alone, if nothing is random.
     repeatable = False
-    #: What is kept of every parameter, and the option with which it is; None: a subclass that does not say.
+    #: State of every parameter, by name, and the option that needs it; None: the subclass does not say.
     parts: ClassVar[Mapping[str, str | None] | None] = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], kept: Kept) -> None:
@@ -86,11 +86,11 @@ class Rounded(Optimizer):
         self.counters = kept.get("counters")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies have."""
+        """Return the attributes of a copy."""
         return {**super().__getstate__(), "counters": self.counters}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; what the group does not say is as for the others."""
+        """Add parameters; options that the group does not set have their defaults."""
         group = dict(param_group)
         group["keep"] = Precision.of(group.get("keep", self.defaults["keep"]))
         state = group.get("state", self.defaults["state"])
@@ -104,17 +104,19 @@ class Rounded(Optimizer):
             raise InputError(f"unknown update '{update}'; use one of: {', '.join(UPDATES)}")
         if update == "kahan" and group["keep"].needs_rng:
             raise FormatError(
-                f"update 'kahan' rounds to nearest; {group['keep'].spec} without '~sr' would work"
+                f"update 'kahan' cannot round at random; use {group['keep'].spec} without '~sr'"
             )
         super().add_param_group(group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
-                raise InputError(f"parameters must be float32, which stands for all formats, not {dtype}")
+                raise InputError(
+                    f"parameters must be float32, which holds the numbers of all formats, not {dtype}"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Change all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,48 +156,48 @@ class Rounded(Optimizer):
     def _direction(
         self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name: str
     ) -> tuple[Tensor, float]:
-        """Where weights go, and how far: their update is -rate times direction."""
+        """Return the direction and the rate of an update, which is -rate times direction."""
         raise NotImplementedError
 
     @property
     def repeats(self) -> bool:
-        """Whether steps with the same options do the same: they can be recorded."""
+        """Whether steps with the same options repeat the same operations, so that they can be recorded."""
         random = any(group[name].needs_rng for group in self.param_groups for name in PRECISIONS)
         return self.repeatable and not random and self.counters is None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and tensors, as they are now: later steps do not change them."""
-        found = super().state_dict()
-        found["state"] = _copied(found["state"])
-        for group in found["param_groups"]:
+        """Return numbers, strings and copies of tensors; later steps do not change them."""
+        saved = super().state_dict()
+        saved["state"] = _copied(saved["state"])
+        for group in saved["param_groups"]:
             group.update({name: group[name].spec for name in PRECISIONS})
-        return found
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The way back, into an optimizer of the same precisions; nothing is changed if it does not fit."""
+        """Load the state of an optimizer with the same precisions; nothing changes if it does not fit."""
         what = type(self).__name__
-        found = state_checks.check(state_dict, what, {"state": "dict", "param_groups": "list"})
-        state_checks.check_groups(what, found["param_groups"], self.param_groups)
-        groups = [{**LATER, **group} for group in found["param_groups"]]
+        checked = state_checks.check(state_dict, what, {"state": "dict", "param_groups": "list"})
+        state_checks.check_groups(what, checked["param_groups"], self.param_groups)
+        groups = [{**LATER, **group} for group in checked["param_groups"]]
         for group, own in zip(groups, self.param_groups, strict=True):
             for name in (*PRECISIONS, "update"):
                 is_now = own[name].spec if name in PRECISIONS else own[name]
                 if group.get(name) != is_now:
                     saved = group.get(name)
                     raise InputError(
-                        f"saved with {name}={saved!r}; make the optimizer so, not with {is_now!r}"
+                        f"saved with {name}={saved!r}; use an optimizer with that, not {is_now!r}"
                     )
                 group[name] = own[name]
             options = [name for name in self.defaults if name not in (*PRECISIONS, "update")]
             state_checks.check_options(what, group, own, options)
         if self.parts is not None:
-            state_checks.check_parts(what, found["state"], groups, self.param_groups, self.parts)
-        held = _copied(found["state"])  # torch would go on with the caller's tensors
-        super().load_state_dict({**state_dict, "state": held, "param_groups": groups})
+            state_checks.check_parts(what, checked["state"], groups, self.param_groups, self.parts)
+        copied = _copied(checked["state"])  # torch would keep the caller's tensors
+        super().load_state_dict({**state_dict, "state": copied, "param_groups": groups})
 
 
 def _copied(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Every parameter's numbers, in memory of their own."""
+    """Return a copy of every parameter's state."""
     return {
         key: {name: x.clone() if isinstance(x, Tensor) else x for name, x in held.items()}
         for key, held in state.items()
@@ -288,10 +290,10 @@ class RMSprop(Rounded):
 
 
 class Adam(Rounded):
-    """Adam (Kingma and Ba 2015), its two moments rounded.
+    """Adam (Kingma and Ba 2015), with both moments rounded.
 
-    Short formats lose what a second moment with beta2 = 0.999 gains in a step: with rounding to nearest,
-    `state` should be longer than `keep`. Further options are those of `thinwire.simulate.update.Rounded`.
+    Short formats lose the change of a second moment with beta2 = 0.999 in a step: with rounding to nearest,
+    `state` should have more bits than `keep`. More options: `thinwire.simulate.update.Rounded`.
 
     >>> w = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = Adam([w], lr=0.1, keep="bfloat16", state="fp32")
@@ -328,7 +330,7 @@ class Adam(Rounded):
 
 
 def _taken(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name: str) -> Tensor:
-    """A gradient as it is used: the mean of what it is a sum of, rounded."""
+    """Return a gradient divided by `sum_of`, rounded."""
     if group["sum_of"] > 1:
         gradient = gradient / group["sum_of"]
     how: Precision = group["gradient"]
@@ -337,7 +339,7 @@ def _taken(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], name:
 
 
 def _kahan(weight: Tensor, update: Tensor, state: dict[str, Any], keep: Precision) -> Tensor:
-    """Weights after an update whose rounding errors are made up for later."""
+    """Return weights after an update; its rounding error is stored for the next one."""
     lost = state.get("compensation")
     y = keep.round(update if lost is None else update - lost)
     changed = keep.round(weight + y)
@@ -346,14 +348,14 @@ def _kahan(weight: Tensor, update: Tensor, state: dict[str, Any], keep: Precisio
 
 
 def _keep(state: dict[str, Any], part: str, x: Tensor, group: dict[str, Any], name: str) -> Tensor:
-    """A number of the optimizer's own, rounded; kept as a tensor of its own."""
+    """Round an entry of the optimizer's state, and store it in its own tensor."""
     rng = Stream(group["seed"], step=state["step"], tensor=f"{name}/{part}")
     rounded = group["state"].round(x, rng)
     return _store(state, part, rounded.clone() if rounded is x and part not in state else rounded)
 
 
 def _store(state: dict[str, Any], part: str, x: Tensor) -> Tensor:
-    """In the tensor that is there, if there is one: its place in memory stays."""
+    """Store x in the existing tensor, if there is one, so that its address stays the same."""
     kept: Tensor = state[part].copy_(x) if part in state else x
     state[part] = kept
     return kept
@@ -362,19 +364,19 @@ def _store(state: dict[str, Any], part: str, x: Tensor) -> Tensor:
 def _mean(
     state: dict[str, Any], part: str, x: Tensor, decay: float, group: dict[str, Any], name: str
 ) -> Tensor:
-    """A running mean, from zero."""
+    """Update a running mean, which starts from zero."""
     last = state.get(part)
     new = x * (1 - decay)
     return _keep(state, part, new if last is None else last * decay + new, group, name)
 
 
 def _plus(x: Tensor, y: Tensor, factor: float, single: bool) -> Tensor:
-    """x + factor y: as torch's optimizers do, or in two operations, which have the same bits everywhere."""
+    """Return x + factor y: as torch's optimizers do, or in two operations with the same bits everywhere."""
     return x.add(y, alpha=factor) if single else x + y * factor
 
 
 def _single(group: dict[str, Any]) -> bool:
-    """Whether all is float32."""
+    """Whether weights and state are float32."""
     return group["keep"].format is None and group["state"].format is None
 
 
@@ -390,7 +392,7 @@ def _named(names: Iterable[str], params: Iterable[Tensor]) -> list[tuple[str, Te
     known, given = list(names), list(params)
     if len(known) != len(given) or not all(isinstance(each, Tensor) for each in given):
         raise InputError(
-            f"names must be one for each tensor in params: {len(known)} names, {len(given)} of params; "
+            f"names must have one name per tensor in params, not {len(known)} names for {len(given)} params; "
             "or give model.named_parameters()"
         )
     return list(zip(known, given, strict=True))

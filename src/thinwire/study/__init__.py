@@ -1,4 +1,4 @@
-"""Questions, trials and what came of them."""
+"""Trials of training, and their records."""
 
 from thinwire.study.record import Layer, Point, Record, Trial
 

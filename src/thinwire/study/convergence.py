@@ -1,26 +1,26 @@
 """Do compressed gradients reach the accuracy of float32? Many seeds, paired, with intervals.
 
-Every codec trains the same network from the same first weights on the same batches, with the same learning
+Every codec trains the same network from the same initial weights on the same batches, with the same learning
 rate and number of steps. These were chosen in trial runs: float32 trains well with them, and one bit without
-feedback can be told from one bit with it. What counts is the difference to float32 at equal seeds: its
-mean over seeds and Student's 95 % interval of it.
+error feedback differs from one bit with it. The measure is the difference to float32 at equal seeds: its mean
+over seeds and Student's 95 % interval of it.
 
-| verdict | what it means |
+| verdict | meaning |
 |---|---|
 | same | the whole interval is less than one point below float32, and not all of it is below |
 | near | the whole interval is less than one point below float32, but all of it is below: lower for certain |
 | lower | all of the interval is below float32, some of it by more than one point |
 | unknown | some of the interval is above float32, some of it more than a point below: more seeds are needed |
 
-The margin of one point is fixed, whatever the spread over seeds. A test that only asks whether zero lies
-inside an interval would be passed by any codec that is noisy enough.
+The margin of one point is fixed, whatever the spread over seeds. Any codec that is noisy enough would pass a
+test that only asks whether zero lies inside an interval.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.bench import machine
+from thinwire import machine
 from thinwire.errors import InputError, unknown
 from thinwire.study.record import Record, Trial
 from thinwire.study.run import LOOPBACK
@@ -29,16 +29,16 @@ from thinwire.study.statistics import Estimate, differences, estimate
 STUDY = "convergence"
 BASE = "fp32"
 CODECS = ("int8", "fp8", "aps8", "dettmers8", "qsgd4", "int4", "onebit")
-#: One bit without error feedback, with numbers for every 512 elements and for nearly a whole tensor.
+#: One bit without error feedback, in blocks of 512 elements, and of nearly a whole tensor.
 WITHOUT_FEEDBACK = ("onebit/512", "onebit/65536")
-MARGIN = 0.01  #: what may be lost: one point
+MARGIN = 0.01  #: accuracy that may be lost: one point
 REACHES = ("same", "near")
 HOSTS, SEEDS = 2, 5
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a set is trained: for all codecs alike."""
+    """How a data set is trained, with every codec."""
 
     network: str
     steps: int
@@ -55,7 +55,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """A codec beside float32."""
+    """A codec compared with float32."""
 
     codec: str
     accuracy: Estimate
@@ -66,7 +66,7 @@ class Verdict:
 
     @property
     def reaches(self) -> bool:
-        """Whether it keeps float32's accuracy, but for less than the margin."""
+        """Whether it loses less accuracy than the margin."""
         return self.verdict in REACHES
 
 
@@ -76,7 +76,7 @@ def trials(
     codecs: Sequence[str] = (*CODECS, *WITHOUT_FEEDBACK),
     hosts: int = HOSTS,
 ) -> list[Trial]:
-    """One seed after another, float32 first."""
+    """Return the trials, one seed after another, float32 first."""
     if data not in SETTINGS:
         raise InputError(unknown("data set of this study", data, SETTINGS))
     if seeds < 2:
@@ -90,7 +90,7 @@ def trials(
 
 
 def judge(records: Sequence[Record]) -> list[Verdict]:
-    """All codecs of a study in the order in which they come, float32 first."""
+    """Return a verdict for each codec, in the order of the records, float32 first."""
     names = dict.fromkeys(record.trial.codec for record in records)
     runs = {name: [record for record in records if record.trial.codec == name] for name in names}
     base = _accuracies(runs[BASE])
@@ -113,7 +113,7 @@ def _accuracies(runs: Sequence[Record]) -> dict[int, float]:
 
 
 def decide(difference: Estimate, margin: float = MARGIN) -> str:
-    """A word for where the interval lies.
+    """Return a word for where the interval lies.
 
     >>> decide(Estimate(5, 0.001, 0.001, 0.002)), decide(Estimate(5, -0.004, 0.001, 0.002))
     ('same', 'near')
@@ -129,7 +129,7 @@ def decide(difference: Estimate, margin: float = MARGIN) -> str:
 
 
 def result(records: Sequence[Record]) -> dict[str, Any]:
-    """What is saved: verdicts with everything they were made of."""
+    """Return what is saved: verdicts, and the numbers behind them."""
     trial = records[0].trial
     rows = []
     for each in judge(records):
@@ -159,7 +159,7 @@ HEADER = (
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows under `HEADER`, from what `result` gives."""
+    """Return rows under `HEADER`, from what `result` returned."""
     rows = []
     for row in found["rows"]:
         accuracy, difference = Estimate(**row["accuracy"]), Estimate(**row["difference"])
@@ -182,7 +182,7 @@ def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def title(found: dict[str, Any]) -> str:
-    """What was trained, in a line."""
+    """Return what was trained, in one line."""
     how = found["setting"]
     return (
         f"{how['network']} on {how['data']}, {how['hosts']} ranks, {how['steps']} steps of "

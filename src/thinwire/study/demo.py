@@ -3,7 +3,7 @@
 Real data is trained on emulated hosts, whose link is so slow that float32 gradients take most of a step. The
 learning rate was chosen for float32 and is the same for every codec.
 
-On a GPU, which the hosts share, it is a GPT of 30 M parameters that learns to foretell the bytes of a text
+On a GPU, which the hosts share, it is a GPT of 30 M parameters that learns to predict the bytes of a text
 over 10 Gbit/s. In a step of float32 a host sends 120 MB, which takes 100 ms: several times what it computes.
 """
 
@@ -20,16 +20,16 @@ from thinwire.study.record import Trial
 from thinwire.study.run import LOOPBACK
 
 STUDY = "demo"
-SETS = ("fashion-mnist", "mnist", "cifar10", "digits")  #: the first that can be had
+SETS = ("fashion-mnist", "mnist", "cifar10", "digits")  #: the first that is available is used
 CODECS = ("fp32", "fp16", "int8", "int4", "onebit", "auto")
 HOSTS, LINK, SEEDS = 2, "100mbit", 3
 STEPS, QUICK_STEPS = 96, 30
 BATCH, LR = 64, 0.05
 NETWORKS = {"digits": "mlp-wide"}  #: images of 8 x 8 are too small for the convolutions of the others
 NETWORK = "cnn"
-#: Seconds of a trial beside those of fp32, for a first guess of how long it takes.
+#: Seconds of a trial relative to fp32, for a first estimate of how long it takes.
 SHARES = {"fp16": 0.55, "int8": 0.35, "int4": 0.28, "onebit": 0.25, "auto": 0.4}
-#: The same on a GPU. Sets with the network, the batch and the learning rate that go with them.
+#: The same on a GPU: data sets with their network, batch and learning rate.
 CUDA_SETS = {
     "sotu": ("gpt", 64, 5e-4),
     "cifar10": ("resnet18", 64, LR),
@@ -44,8 +44,8 @@ CUDA_SHARES = {"fp16": 0.6, "int8": 0.4, "int4": 0.3, "onebit": 0.25, "powersgd"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to train, and what a reader must know about it."""
+class DemoOptions:
+    """Trials to run, and notes for the reader."""
 
     trials: tuple[Trial, ...]
     notes: tuple[str, ...]
@@ -60,12 +60,12 @@ def plan(
     quick: bool = False,
     codecs: Sequence[str] | None = None,
     fetching: Fetching | None = None,
-) -> Plan:
-    """Choose the data and the place; one seed after another, so that a demo cut short has whole seeds."""
+) -> DemoOptions:
+    """Choose data and link; trials go seed by seed, so that an interrupted demo has whole seeds."""
     on_cpu = check(device) == "cpu"
     sets = tuple(SETS if on_cpu else CUDA_SETS)
     chosen, notes = data.best(*sets, progress=fetching)
-    data.fetch(chosen)  # nothing to do, or an error that says what to do
+    data.fetch(chosen)  # does nothing if it is there, else fails and says what to do
     if chosen == sets[-1]:
         notes = (*notes, f"the demo trains on {chosen}, which are small and few")
     if not on_cpu and chosen != sets[0]:
@@ -82,11 +82,11 @@ def plan(
         for seed in range(1 if quick else seeds)
         for codec in codecs or (CODECS if on_cpu else CUDA_CODECS)
     ]
-    return Plan(tuple(trials), (*notes, *remarks))
+    return DemoOptions(tuple(trials), (*notes, *remarks))
 
 
 def check(device: str) -> str:
-    """A device that is here, or an error that says which there are."""
+    """Return the device; raises InputError if it is unknown or missing."""
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot train on '{device}'; use cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -95,7 +95,7 @@ def check(device: str) -> str:
 
 
 def find_place(hosts: int, link: str) -> tuple[str, tuple[str, ...]]:
-    """The link, or loopback and why, where no lab can be made."""
+    """Return the link, or loopback and why no lab can be made."""
     if link == LOOPBACK:
         return LOOPBACK, ("loopback: nothing is throttled, so only bytes and accuracy tell codecs apart",)
     lab = Lab(hosts=hosts, link=link, device="cpu")

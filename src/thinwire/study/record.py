@@ -1,4 +1,4 @@
-"""What was asked of a training run, and what came of it: plain frozen data."""
+"""The settings of a training run, and its result: plain frozen data."""
 
 import hashlib
 import json
@@ -22,31 +22,31 @@ class Trial:
     hosts: int
     link: str  #: a rate such as 100mbit, or loopback
     steps: int
-    batch: int  #: samples of one rank and step
+    batch: int  #: samples per rank and step
     lr: float
-    variant: str = ""  #: a digest of whatever else decides
+    variant: str = ""  #: a digest of all other settings that decide its result
     device: str = "cpu"  #: or cuda: on GPUs that the hosts share, over NCCL
 
     @property
     def key(self) -> str:
-        """A short name under which its record is kept."""
-        said = asdict(self)
+        """A short name under which its record is stored."""
+        settings = asdict(self)
         if not self.variant:
-            del said["variant"]  # trials that have none are kept under the names they always had
+            del settings["variant"]  # trials without one keep the key they had before there were variants
         if self.device == "cpu":
-            del said["device"]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+            del settings["device"]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run stood after a step."""
+    """One point of a training curve."""
 
     step: int
     seconds: float  #: of training so far, evaluation not counted
     sent_nbytes: int  #: by rank 0 so far
     loss: float  #: of the training batches since the last point, mean over ranks
-    accuracy: float | None = None  #: on the test set, at points where it was measured; of a text, next bytes
+    accuracy: float | None = None  #: on the test set, where it was measured; for a text, of next bytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe that `auto` weighed."""
+    """A recipe that `auto` considered."""
 
     codec: str
     predicted_step_s: float
@@ -76,7 +76,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What pages show of `Record.choice`, which holds more."""
+    """The part of `Record.choice` that pages show."""
 
     chosen: str
     predicted_step_s: float | None
@@ -86,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Environment:
-    """The parts of `Record.environment` that hold others."""
+    """The parts of `Record.environment` that are dicts."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     package: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Record:
-    """What came of a trial, as rank 0 saw it."""
+    """The result of a trial, as rank 0 measured it."""
 
     trial: Trial
     points: tuple[Point, ...]
@@ -108,20 +108,18 @@ class Record:
     seconds: dict[str, float]  #: of a step, mean: compute, encode, wire, decode, wait
     overlap: float  #: share of communication hidden behind computing
     layers: tuple[Layer, ...]
-    replicas_equal: (
-        bool  #: by hash of all parameters on all ranks, at every point (on a GPU: with an accuracy)
-    )
-    predicted_step_s: float | None = None  #: by auto, before it began
-    choice: dict[str, Any] | None = None  #: what auto weighed: `wire.stats()["auto"]`
+    replicas_equal: bool  #: all ranks had the same parameter hashes, at every point (GPU: with an accuracy)
+    predicted_step_s: float | None = None  #: by auto, before training
+    choice: dict[str, Any] | None = None  #: what auto considered: `handle.stats()["auto"]`
     environment: dict[str, Any] = field(default_factory=dict)
-    command: str = ""  #: that repeats it
+    command: str = ""  #: a command that repeats the trial
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
-        """The way back; a ValueError or TypeError if this is no record, or a value has another type."""
+        """Read a record; ValueError or TypeError if it is no record, or a value has another type."""
         data = check_fields(cls, json.loads(text))
         data["trial"] = Trial(**check_fields(Trial, data["trial"]))
         data["points"] = tuple(Point(**check_fields(Point, each)) for each in data["points"])

@@ -1,4 +1,4 @@
-"""Run trials on the hosts of a lab, keep every record as soon as it is there, skip what is kept already."""
+"""Run trials on the hosts of a lab; store every record as soon as it arrives, skip trials that are stored."""
 
 import json
 import signal
@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass
 from thinwire import data, policy
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Run, Session
-from thinwire.study import networks
 from thinwire.study.record import PLAIN, Record, Trial
 from thinwire.study.store import Store
+from thinwire.zoo import small
 
 LOOPBACK = "loopback"
 POLL_S = 0.1
 STEP, RECORD, FAILED = "STEP ", "RECORD ", "FAILED "  # lines of a worker
-LOST = ("CommError", "Connection", "Broken pipe", "timed out")  # errors of ranks that miss another one
+LOST = ("CommError", "Connection", "Broken pipe", "timed out")  # errors of ranks that lost another rank
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trial is; one that is done has a record."""
+    """The progress of a trial; a finished one has a record."""
 
     trial: Trial
     step: int
@@ -41,32 +41,33 @@ def run(
     *,
     worker: Sequence[str] = (sys.executable, "-m", "thinwire.study.worker"),
 ) -> list[Record]:
-    """The records of all trials, in their order; those that the store does not hold are run first.
+    """Return the records of all trials, in their order; trials that the store does not hold are run first.
 
-    Trials with the same hosts, link and device run one after another in one lab, by one start of the workers.
-    `tell` is called with every point of a curve and every record. If a rank fails, what was done is kept.
+    Trials with the same hosts, link and device run one after another in one lab, with one start of the
+    workers. `tell` is called with every point of a curve and every record. If a rank fails, finished trials
+    stay in the store.
     """
     trials = list(trials)
     missing = [trial for trial in trials if store.get(trial) is None]
     places = dict.fromkeys(map(_place, missing))
     for place in places:
-        here = [trial for trial in missing if _place(trial) == place]
+        waiting = [trial for trial in missing if _place(trial) == place]
         hosts, link, device = place
-        command = [*worker, json.dumps([asdict(trial) for trial in here])]
+        command = [*worker, json.dumps([asdict(trial) for trial in waiting])]
         with Lab(hosts=hosts, link=link, device=device) as lab:
-            done = _follow(lab.start(command, echo=False), here, store, tell)
+            done = _follow(lab.start(command, echo=False), waiting, store, tell)
         if not done.ok:
             raise LabError(f"{hosts} hosts on {link}: {_failure(done)}")
-    found = [store.get(trial) for trial in trials]
-    lost = [trial for trial, record in zip(trials, found, strict=True) if record is None]
+    records = [store.get(trial) for trial in trials]
+    lost = [trial for trial, record in zip(trials, records, strict=True) if record is None]
     if lost:
-        raise LabError(f"the workers ended well, but gave no record of {len(lost)} trials, first: {lost[0]}")
-    return [record for record in found if record is not None]
+        raise LabError(f"the workers succeeded, but gave no record of {len(lost)} trials, first: {lost[0]}")
+    return [record for record in records if record is not None]
 
 
 def check(trial: Trial) -> None:
-    """Refuse names that nothing has before any rank is started."""
-    networks.check(trial.network, data.get(trial.data).shape)
+    """Raise an error for unknown names before any rank is started."""
+    small.check(trial.network, data.get(trial.data).shape)
     if trial.codec not in (PLAIN, "auto"):
         policy.get(trial.codec)
 
@@ -78,9 +79,9 @@ def _place(trial: Trial) -> tuple[int, str, str]:
 def seconds_left(
     trials: Iterable[Trial], took: Mapping[str, Sequence[float]], shares: Mapping[str, float]
 ) -> float | None:
-    """How long trials will take, judged by seconds of others by codec; None as long as there are none.
+    """Return how long trials will take, estimated from seconds of finished ones by codec; None without any.
 
-    A codec that was not seen yet is expected to take its share of what float32 takes, or as long.
+    A codec without finished trials is expected to take its share of float32's time, or as long.
     """
     means = {codec: sum(each) / len(each) for codec, each in took.items()}
     if not means:
@@ -90,18 +91,18 @@ def seconds_left(
 
 
 def command(trial: Trial) -> str:
-    """What repeats a trial on the command line.
+    """Return the command line that repeats a trial.
 
     >>> command(Trial("demo", "mnist", "mlp", "int8", 0, 2, "100mbit", 50, 32, 0.1))
     'thinwire study run --data mnist --network mlp --codec int8 --seed 0 --hosts 2 --link 100mbit ...
     """
     names = ("data", "network", "codec", "seed", "hosts", "link", "steps", "batch", "lr")
-    said = [f"--{name} {getattr(trial, name)}" for name in names]
-    return " ".join(["thinwire study run", *said, *([] if trial.device == "cpu" else ["--device cuda"])])
+    options = [f"--{name} {getattr(trial, name)}" for name in names]
+    return " ".join(["thinwire study run", *options, *([] if trial.device == "cpu" else ["--device cuda"])])
 
 
 def _follow(session: Session, trials: list[Trial], store: Store, tell: Tell) -> Run:
-    """Read what rank 0 says until all ranks have ended, or one has failed."""
+    """Read the output of rank 0 until all ranks have ended, or one has failed."""
     by_key = {trial.key: trial for trial in trials}
     seen = 0
     while True:
@@ -109,9 +110,9 @@ def _follow(session: Session, trials: list[Trial], store: Store, tell: Tell) -> 
         ended = None not in codes or any(codes)
         if ended:
             session.stop()  # and read the last of the output
-        said = session.output(0)[seen:]
-        seen += len(said)
-        for line in said.splitlines():
+        new = session.output(0)[seen:]
+        seen += len(new)
+        for line in new.splitlines():
             _hear(line, by_key, store, tell)
         if ended:
             return session.wait()
@@ -120,8 +121,8 @@ def _follow(session: Session, trials: list[Trial], store: Store, tell: Tell) -> 
 
 def _hear(line: str, trials: dict[str, Trial], store: Store, tell: Tell) -> None:
     if line.startswith(STEP):
-        said = json.loads(line.removeprefix(STEP))
-        tell(Progress(trials[said["trial"]], said["step"], said["loss"], said["accuracy"]))
+        point = json.loads(line.removeprefix(STEP))
+        tell(Progress(trials[point["trial"]], point["step"], point["loss"], point["accuracy"]))
     elif line.startswith(RECORD):
         record = Record.from_json(line.removeprefix(RECORD))
         store.put(record)
@@ -130,19 +131,21 @@ def _hear(line: str, trials: dict[str, Trial], store: Store, tell: Tell) -> None
 
 
 def _failure(done: Run) -> str:
-    """Which rank failed and why: rather one that neither we ended nor that only misses another."""
+    """Return which rank failed and why; prefers ranks that we did not end and that did not lose another."""
     failed = [rank for rank, code in enumerate(done.returncodes) if code]
-    said = {rank: _words(done.outputs[rank], done.returncodes[rank]) for rank in failed}
+    reasons = {rank: _words(done.outputs[rank], done.returncodes[rank]) for rank in failed}
     ours = -signal.SIGTERM
-    failed.sort(key=lambda rank: (done.returncodes[rank] == ours, any(each in said[rank] for each in LOST)))
-    return f"rank {failed[0]} failed: {said[failed[0]]}"
+    failed.sort(
+        key=lambda rank: (done.returncodes[rank] == ours, any(each in reasons[rank] for each in LOST))
+    )
+    return f"rank {failed[0]} failed: {reasons[failed[0]]}"
 
 
 def _words(output: str, code: int) -> str:
-    """The rank's own words, or how it ended."""
-    told = [line for line in output.splitlines() if line.startswith(FAILED)]
-    if told:
-        return told[0].removeprefix(FAILED)
+    """Return a rank's own error, or how it ended."""
+    failures = [line for line in output.splitlines() if line.startswith(FAILED)]
+    if failures:
+        return failures[0].removeprefix(FAILED)
     others = [line for line in output.splitlines() if line.strip() and not line.startswith((STEP, RECORD))]
     if code < 0:
         return ": ".join([f"signal {-code} ended it", *others[-1:]])

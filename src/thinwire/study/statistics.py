@@ -1,4 +1,4 @@
-"""Means over seeds, how far they spread, and differences between runs of equal seeds."""
+"""Means over seeds, their intervals, and differences between runs of equal seeds."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ BISECTIONS = 60
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over some values and what is known about it; one value has no spread."""
+    """A mean over values, with deviation and interval; a single value has neither."""
 
     count: int
     mean: float
@@ -20,51 +20,51 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where the true mean lies, 95 times out of 100 (by default) if the values are normal."""
+        """The interval that holds the true mean 95 times out of 100 (by default) if the values are normal."""
         return None if self.margin is None else (self.mean - self.margin, self.mean + self.margin)
 
 
 def estimate(values: Iterable[float], confidence: float = CONFIDENCE) -> Estimate | None:
-    """Mean, sample deviation and interval of some values; None without any.
+    """Return the mean, sample deviation and interval of values; None if there are none.
 
     >>> estimate([1.0, 2.0, 3.0])
     Estimate(count=3, mean=2.0, deviation=1.0, margin=2.48...)
     >>> estimate([1.0])
     Estimate(count=1, mean=1.0, deviation=None, margin=None)
     """
-    found = list(values)
-    count = len(found)
+    numbers = list(values)
+    count = len(numbers)
     if not count:
         return None
-    if not all(map(math.isfinite, found)):
+    if not all(map(math.isfinite, numbers)):
         return Estimate(count, math.nan)
-    mean = math.fsum(found) / count
+    mean = math.fsum(numbers) / count
     if count == 1:
         return Estimate(count, mean)
-    deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in found) / (count - 1))
+    deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in numbers) / (count - 1))
     return Estimate(count, mean, deviation, student(count - 1, confidence) * deviation / math.sqrt(count))
 
 
 def differences(
     values: Mapping[int, float], base: Mapping[int, float], confidence: float = CONFIDENCE
 ) -> Estimate | None:
-    """Value minus base over the seeds both have; None where they share no seed.
+    """Estimate value minus base over the seeds that both have; None if they share no seed.
 
     Runs of one seed begin with the same weights and see the same data. What the seed does to both cancels:
-    the interval is narrower than that of two separate means where the two rise and fall together.
+    the interval is narrower than that of two separate means if both vary together.
     """
     return estimate((values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())), confidence)
 
 
 def ratios(values: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:
-    """Value over base, as `differences`; a base of zero is left out."""
+    """Estimate value over base, like `differences`; a base of zero is left out."""
     shared = sorted(values.keys() & base.keys())
     return estimate(values[seed] / base[seed] for seed in shared if base[seed])
 
 
 @cache
 def student(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """How many standard errors an interval of this confidence reaches to either side of a mean.
+    """Return how many standard errors an interval of this confidence extends to either side of a mean.
 
     >>> round(student(2), 3), round(student(9), 3)
     (4.303, 2.262)

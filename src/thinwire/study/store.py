@@ -16,14 +16,14 @@ from thinwire.errors import ThinwireError
 from thinwire.study.record import Record, Trial
 
 DEFAULT_PATH = Path("thinwire.sqlite")
-APPLICATION = 0x74776972  #: "twir": how a store is told from other SQLite files
+APPLICATION = 0x74776972  #: "twir": marks a store among SQLite files
 VERSION = 1
 PATIENCE_S = 30.0
 SCHEMA = "CREATE TABLE records (key TEXT PRIMARY KEY, record TEXT NOT NULL, digest TEXT NOT NULL)"
 
 
 class Store:
-    """A file of records; a new one if there is none.
+    """A file of records, created if it does not exist.
 
     with Store("thinwire.sqlite") as store:
         store.put(record)
@@ -52,31 +52,31 @@ class Store:
         self._connection.close()
 
     def put(self, record: Record) -> None:
-        """Keep a record; it replaces an earlier one of the same trial."""
+        """Store a record; it replaces an earlier one of the same trial."""
         written = record.to_json()
         row = (record.trial.key, written, _digest(written))
         with self._explained():
             self._connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", row)
 
     def get(self, trial: Trial) -> Record | None:
-        """What came of a trial, if it is here."""
-        found = self._select("WHERE key = ?", trial.key)
-        return found[0] if found else None
+        """Return the record of a trial, or None."""
+        records = self._select("WHERE key = ?", trial.key)
+        return records[0] if records else None
 
     def forget(self, trials: Iterable[Trial]) -> None:
-        """Remove the records of some trials; those that are not here do not matter."""
+        """Remove the records of some trials; trials without a record are ignored."""
         with self._explained():
             self._connection.executemany(
                 "DELETE FROM records WHERE key = ?", [(each.key,) for each in trials]
             )
 
     def records(self, study: str | None = None) -> list[Record]:
-        """All records, or those of a study, in the order of their trials whatever the order they came in."""
-        found = [each for each in self._select() if study in (None, each.trial.study)]
-        return sorted(found, key=lambda record: astuple(record.trial))
+        """Return all records, or those of a study, sorted by trial."""
+        chosen = [each for each in self._select() if study in (None, each.trial.study)]
+        return sorted(chosen, key=lambda record: astuple(record.trial))
 
     def studies(self) -> list[str]:
-        """The studies that have records."""
+        """Return the studies that have records."""
         return sorted({record.trial.study for record in self._select()})
 
     def _select(self, where: str = "", *values: str) -> list[Record]:
@@ -85,7 +85,7 @@ class Store:
             return [self._read(*row) for row in rows]
 
     def _read(self, key: str, written: str, digest: str) -> Record:
-        """A record as it was put: SQLite itself would not notice other bytes in a text."""
+        """Return a record if its digest matches: SQLite itself would not notice changed bytes in a text."""
         if not isinstance(written, str) or _digest(written) != digest:
             raise sqlite3.DatabaseError(f"record {key} has changed since it was written")
         try:
@@ -97,8 +97,8 @@ class Store:
             ) from error
 
     def _open(self) -> None:
-        """Know the file for a store, or make it one."""
-        with self._transaction("DEFERRED"):  # one look: another process may be creating it
+        """Check that the file is a store, or make an empty file one."""
+        with self._transaction("DEFERRED"):  # one transaction: another process may be creating it
             application, version, tables = self._facts()
         if (application, version, tables) == (0, 0, 0):
             self._create()
@@ -123,7 +123,7 @@ class Store:
         return application, version, ask("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
     def _create(self) -> None:
-        """All or nothing, and only once if two processes begin at the same time."""
+        """Create the table in one transaction, and only once if two processes start at the same time."""
         with self._transaction("IMMEDIATE"):
             if not self._facts()[2]:
                 self._connection.execute(SCHEMA)
@@ -138,18 +138,18 @@ class Store:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """SQLite's errors in words that say what to do."""
+        """Turn SQLite's errors into errors that say what to do."""
         try:
             yield
         except sqlite3.OperationalError as error:
             raise ThinwireError(
                 f"cannot use the store {self.path}: {error}; "
-                "see that its folder exists, may be written and that no other program holds the file"
+                "check that its folder exists and is writable, and that no other program locks the file"
             ) from error
         except sqlite3.DatabaseError as error:
             raise ThinwireError(
-                f"{self.path} is damaged or no store ({_one_line(error)}); "
-                "move it away to begin anew, or name another file"
+                f"{self.path} is damaged or not a store ({_one_line(error)}); "
+                "move it away to start a new one, or name another file"
             ) from error
 
 

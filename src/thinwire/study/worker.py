@@ -1,12 +1,12 @@
-"""One rank of a study: started by a lab, it trains every trial it is given, one after another.
+"""One rank of a study, started by a lab: trains the given trials one after another.
 
     python -m thinwire.study.worker '[{"study": "demo", "codec": "int8", ...}, ...]'
 
-The seed of a trial decides the first weights and the order of the data, whatever the codec, so that trials of
-one seed can be compared in pairs. On a CPU ranks talk over gloo, on GPUs over NCCL.
+The seed of a trial decides the initial weights and the order of the data, whatever the codec, so that trials
+of one seed can be compared in pairs. On a CPU ranks use gloo, on GPUs NCCL.
 
-Rank 0 prints lines that `thinwire.study.run` reads: `STEP` and some JSON now and then, `RECORD` and a record
-as soon as a trial is done. A rank that fails prints `FAILED` and why.
+Rank 0 prints lines that `thinwire.study.run` reads: `STEP` and JSON for each point of a curve, `RECORD` and a
+record as soon as a trial is done. A rank that fails prints `FAILED` and why.
 """
 
 import hashlib
@@ -28,26 +28,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire import data
-from thinwire.bench import machine
+from thinwire import data, machine
 from thinwire.errors import InputError
-from thinwire.integrations import Wire, attach
+from thinwire.integrations import Handle, attach
 from thinwire.runtimes.trace import trace
-from thinwire.study import networks
 from thinwire.study.record import PLAIN, Layer, Point, Record, Trial
 from thinwire.study.run import FAILED, RECORD, STEP, command
+from thinwire.zoo import small
 
 Examples = data.Images | data.Text
-POINTS = 20  #: of a curve
-EVALUATIONS = 4  #: of them with an accuracy, the last among them
-AT_ONCE = 500  #: examples of an evaluation
+POINTS = 20  #: of a training curve
+EVALUATIONS = 4  #: points with an accuracy, the last one included
+AT_ONCE = 500  #: examples per batch of an evaluation
 PATIENCE = timedelta(seconds=60)
 CUDA_PATIENCE = timedelta(seconds=180)  #: kernels are compiled when they are first used
 
 
 @dataclass
 class Course:
-    """What a rank notes while it trains."""
+    """What a rank records while it trains."""
 
     points: list[Point] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)  #: of every step
@@ -56,7 +55,7 @@ class Course:
 
 
 def main() -> None:
-    """Train what the command line asks for."""
+    """Train the trials of the command line."""
     trials = [Trial(**each) for each in json.loads(sys.argv[1])]
     torch.set_num_threads(1)
     doing = "starting"
@@ -74,7 +73,7 @@ def main() -> None:
         _say(FAILED, f"{doing}: {type(error).__name__}: {' '.join(str(error).split())}")
         sys.exit(1)
     sys.stdout.flush()
-    os._exit(0)  # DDP keeps the group's threads, and one that drops a tensor while Python ends aborts
+    os._exit(0)  # DDP keeps the group's threads, which abort if they free a tensor while Python exits
 
 
 def start(device: str) -> None:
@@ -91,11 +90,11 @@ def start(device: str) -> None:
 
 
 def train(trial: Trial) -> Record:
-    """One trial, from first weights to its record."""
+    """Train one trial from its initial weights, and return its record."""
     examples, tests = _examples(trial.data, trial.device)
     compute_s = _warm_up(trial.data, trial.network, trial.codec, trial.batch, trial.device)
-    model, wire = build(trial, examples)
-    optimizer = networks.optimizer(trial.network, model.parameters(), trial.lr)
+    model, handle = build(trial, examples)
+    optimizer = small.optimizer(trial.network, model.parameters(), trial.lr)
     evaluated = marks(trial.steps, EVALUATIONS)
     noted = evaluated | marks(trial.steps, POINTS)
     course = Course()
@@ -103,19 +102,19 @@ def train(trial: Trial) -> Record:
     for step, picked in zip(range(1, trial.steps + 1), order(trial, len(examples)), strict=False):
         began = _now(trial.device)
         for group in optimizer.param_groups:
-            group["lr"] = trial.lr * networks.rate(trial.network, step, trial.steps)
+            group["lr"] = trial.lr * small.rate(trial.network, step, trial.steps)
         loss = backward(model, *examples.batch(picked.to(trial.device)))
         optimizer.step()
         course.times_s.append(_now(trial.device) - began)
         course.losses.append(loss.item())
         if step in noted:
             accuracy = evaluate(model.module, tests) if step in evaluated else None
-            _note(course, trial, step, model, _sent(wire, model, step), accuracy)
-    return _record(trial, course, model, wire, compute_s)
+            _note(course, trial, step, model, _sent(handle, model, step), accuracy)
+    return _record(trial, course, model, handle, compute_s)
 
 
 def _now(device: str) -> float:
-    """The time, once the GPU has done what it was asked for."""
+    """Return the time after the GPU has finished all its work."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -127,16 +126,16 @@ def _examples(name: str, device: str) -> tuple[Examples, Examples]:
     return train.to(device), test.to(device)
 
 
-def build(trial: Trial, examples: Examples) -> tuple[DistributedDataParallel, Wire | None]:
-    """The network with the weights of its seed, and what is attached to it."""
+def build(trial: Trial, examples: Examples) -> tuple[DistributedDataParallel, Handle | None]:
+    """Return the network with the weights of its seed, and the handle attached to it."""
     torch.manual_seed(trial.seed)
-    net = networks.get(trial.network, examples.shape, examples.classes)
+    net = small.get(trial.network, examples.shape, examples.classes)
     model = DistributedDataParallel(net.to(trial.device))
     return model, None if trial.codec == PLAIN else attach(model, trial.codec, seed=trial.seed)
 
 
 def order(trial: Trial, count: int) -> Iterator[Tensor]:
-    """Which samples this rank takes at every step: all ranks shuffle alike and take their share."""
+    """Yield this rank's samples of every step; all ranks shuffle alike and take their share."""
     size = trial.batch * trial.hosts
     if size > count:
         raise InputError(f"{trial.data} has {count} examples, a step takes {size}: use smaller batches")
@@ -149,7 +148,7 @@ def order(trial: Trial, count: int) -> Iterator[Tensor]:
 
 
 def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Gradients of a batch; its loss."""
+    """Compute the gradients of a batch, and return its loss."""
     model.zero_grad()
     loss = nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
     loss.backward()
@@ -158,7 +157,7 @@ def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(net: nn.Module, tests: Examples) -> float:
-    """Accuracy on the test set; every rank takes a share of it."""
+    """Return the accuracy on the test set; every rank evaluates a share of it."""
     net.eval()
     right = torch.zeros((), dtype=torch.int64, device=tests.y.device)
     step = AT_ONCE * dist.get_world_size()
@@ -171,7 +170,7 @@ def evaluate(net: nn.Module, tests: Examples) -> float:
 
 
 def marks(steps: int, count: int) -> set[int]:
-    """Some steps at equal distances, the last among them.
+    """Return evenly spaced steps, the last one included.
 
     >>> sorted(marks(10, 4))
     [2, 5, 8, 10]
@@ -181,11 +180,11 @@ def marks(steps: int, count: int) -> set[int]:
 
 @cache
 def _warm_up(name: str, network: str, codec: str, batch: int, device: str) -> float:
-    """Steps that do not count: the first ones compile. Seconds of one without communication."""
+    """Run a few steps, since the first ones compile; returns the seconds of one without communication."""
     examples, _ = _examples(name, device)
     world = dist.get_world_size()
     trial = Trial("warm-up", name, network, codec, 0, world, "", 1, batch, 0.0, device=device)
-    model, _wire = build(trial, examples)
+    model, _handle = build(trial, examples)
     x, y = examples.batch(slice(0, batch))
     for _ in range(2):
         backward(model, x, y)
@@ -206,39 +205,39 @@ def _note(
     sent_nbytes: int,
     accuracy: float | None,
 ) -> None:
-    """A point of the curve, and whether all ranks hold the same bits.
+    """Add a point to the curve, and check that all ranks hold the same bits.
 
-    A large network takes a while to hash: on a GPU that is done where the accuracy is measured.
+    Hashing a large network takes a while: on a GPU it is done only where the accuracy is measured.
     """
-    found = torch.tensor([statistics.fmean(course.losses)], dtype=torch.float64, device=trial.device)
-    dist.all_reduce(found)
+    total = torch.tensor([statistics.fmean(course.losses)], dtype=torch.float64, device=trial.device)
+    dist.all_reduce(total)
     if trial.device == "cpu" or accuracy is not None:
         mine = torch.frombuffer(bytearray(_digest(model)), dtype=torch.uint8).to(trial.device)
-        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(theirs, mine)
-        course.equal &= all(torch.equal(mine, each) for each in theirs)
-    loss = found.item() / dist.get_world_size()
+        digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(digests, mine)
+        course.equal &= all(torch.equal(mine, each) for each in digests)
+    loss = total.item() / dist.get_world_size()
     course.points.append(Point(step, sum(course.times_s), sent_nbytes, loss, accuracy))
     course.losses.clear()
     if dist.get_rank() == 0:
-        said = {"trial": trial.key, "step": step, "loss": round(loss, 4), "accuracy": accuracy}
-        _say(STEP, json.dumps(said))
+        progress = {"trial": trial.key, "step": step, "loss": round(loss, 4), "accuracy": accuracy}
+        _say(STEP, json.dumps(progress))
     dist.barrier()
 
 
 def _digest(model: nn.Module) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().cpu().numpy().data)
-    return found.digest()
+        digest.update(parameter.detach().cpu().numpy().data)
+    return digest.digest()
 
 
-def _sent(wire: Wire | None, model: DistributedDataParallel, steps: int) -> int:
-    return steps * _plain_nbytes(model) if wire is None else wire.meter.sent_nbytes
+def _sent(handle: Handle | None, model: DistributedDataParallel, steps: int) -> int:
+    return steps * _plain_nbytes(model) if handle is None else handle.metrics.sent_nbytes
 
 
 def _plain_nbytes(model: DistributedDataParallel) -> int:
-    """What a rank sends for one step of DDP."""
+    """Return the bytes that a rank sends in one step of DDP."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     return trace(numel, "fp32", dist.get_world_size(), "native").sent_nbytes
 
@@ -246,9 +245,9 @@ def _plain_nbytes(model: DistributedDataParallel) -> int:
 def parts_of_a_step(
     times_s: Sequence[float], totals_s: Mapping[str, float], compute_s: float
 ) -> dict[str, float]:
-    """Where the time of a step goes, on average over all of them: computing and waiting are all of it.
+    """Return the mean seconds of each part of a step; computing and waiting add up to a step.
 
-    Without counts of waiting it is what is left of a step beside computing.
+    If waiting was not measured, it is the rest of a step after `compute_s`.
 
     >>> parts_of_a_step([1.0, 1.0, 4.0], {"wait": 1.5}, 0.2)
     {'compute': 1.5, 'wait': 0.5}
@@ -262,12 +261,12 @@ def parts_of_a_step(
 
 
 def _record(
-    trial: Trial, course: Course, model: DistributedDataParallel, wire: Wire | None, compute_s: float
+    trial: Trial, course: Course, model: DistributedDataParallel, handle: Handle | None, compute_s: float
 ) -> Record:
-    stats = wire.stats() if wire else {}
+    stats = handle.stats() if handle else {}
     auto = stats.get("auto")
     step_s = statistics.median(course.times_s)
-    sent, fp32 = _sent(wire, model, trial.steps), trial.steps * _plain_nbytes(model)
+    sent, fp32 = _sent(handle, model, trial.steps), trial.steps * _plain_nbytes(model)
     last = course.points[-1].accuracy
     assert last is not None
     return Record(

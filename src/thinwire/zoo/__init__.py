@@ -1,7 +1,7 @@
-"""The networks of the papers, with their published layer shapes, buildable without memory.
+"""The networks of the papers, with their published layer shapes; building one needs no memory.
 
-What low precision saves depends on the shapes of the tensors that travel, so a size, a plan or a study has
-to start from real networks. `get` builds one on the meta device: every parameter has its shape and no
+The savings of low precision depend on the shapes of the tensors that are sent, so a size, a plan or a study
+must use real networks. `get` builds one on the meta device: every parameter has its shape and no
 storage, so the 1.8 billion parameters of BigLSTM take milliseconds. With `device="cpu"` the same network is
 initialised and can be trained.
 
@@ -28,7 +28,7 @@ __all__ = ["MODELS", "Entry", "get", "shapes"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A network: how to build it, how many parameters that gives, and which publication says so."""
+    """A network: how to build it, its number of parameters, and the publication that states them."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -68,9 +68,9 @@ MODELS: dict[str, Entry] = {each.name: each for each in _ALL}
 
 
 class _Undrawn(TorchFunctionMode):
-    """Draws no normal numbers for tensors that cannot hold them.
+    """Skips normal initialisation of tensors on the meta device.
 
-    On the meta device `normal_` does nothing, but torch takes a second, once, to import how.
+    `normal_` has no effect there, but its first call takes a second to import code.
     """
 
     def __torch_function__(
@@ -89,7 +89,7 @@ class _Undrawn(TorchFunctionMode):
 
 
 def get(name: str, device: str | torch.device = "meta") -> nn.Module:
-    """The network of that name, new, on that device. On the meta device it has shapes and no storage."""
+    """Build the network of this name on this device. On the meta device it has shapes and no storage."""
     if not isinstance(name, str) or name not in MODELS:
         raise InputError(unknown("network", name, MODELS))
     with torch.device(device), _Undrawn():
@@ -97,5 +97,5 @@ def get(name: str, device: str | torch.device = "meta") -> nn.Module:
 
 
 def shapes(name: str) -> dict[str, torch.Size]:
-    """The shape of every parameter of that network by its name; a tied one appears once."""
+    """Return the shape of every parameter of a network by its name; a tied parameter appears once."""
     return {key: parameter.shape for key, parameter in get(name).named_parameters()}

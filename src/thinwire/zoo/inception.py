@@ -1,15 +1,15 @@
-"""Inception networks: every block looks at its input through several windows at once.
+"""Inception networks: every block applies kernels of several sizes to its input.
 
-Branches of different kernel sizes run side by side and their outputs are laid side by side as channels. The
-graph has real parallelism inside one step, which is why planners of model parallelism like it, and its
-tensors are small and many, with 1 x 7 and 7 x 1 kernels among them. A network here is a literal list of
-branches: read it next to the table of its paper.
+Branches of different kernel sizes run in parallel, and their outputs are concatenated as channels. The graph
+has parallelism inside one step, which suits model parallelism. Its tensors are small and many, with 1 x 7
+and 7 x 1 kernels among them. A network here is a literal list of branches: read it next to the table of its
+paper.
 
 - `bn_inception` is Inception with batch norm of Ioffe and Szegedy (2015), the 11 M parameter network of QSGD
   (Alistarh et al. 2017), with convolutions without bias as in CNTK.
 - `inception_v3` is the network of Szegedy et al. (2016), "Rethinking the Inception architecture", which Pal
   et al. (2019) split over two devices. Its 27.2 M parameters include the auxiliary classifier, whose
-  gradients are exchanged like all others; without it there are 23.8 M.
+  gradients are all-reduced like all others; without it there are 23.8 M.
 """
 
 from collections.abc import Iterable
@@ -31,9 +31,9 @@ class Branches(nn.ModuleList):
 
 
 class InceptionV3(nn.Module):
-    """Trunk, tail and the auxiliary classifier that hangs between them.
+    """Trunk, tail and the auxiliary classifier that branches off between them.
 
-    Takes images (batch, 3, 299, 299) and gives the logits of the network and of the auxiliary classifier.
+    Takes images (batch, 3, 299, 299) and returns the logits of the network and of the auxiliary classifier.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def _unit(inputs: int, outputs: int, kernel: Kernel, *, stride: int = 1, pad: bo
 
 
 def _units(inputs: int, layers: Iterable[tuple[int, Kernel]]) -> nn.Sequential:
-    """Convolutions one after the other, each given as (width, kernel)."""
+    """Return convolutions in sequence, each given as (width, kernel)."""
     branch = nn.Sequential()
     for outputs, kernel in layers:
         branch.append(_unit(inputs, outputs, kernel))
@@ -216,7 +216,7 @@ def _v3_reduce_to_8() -> Branches:
 
 
 def _v3_block_8(inputs: int) -> Branches:
-    """Blocks on 8 x 8 pixels: the branches fan out once more into a row and a column."""
+    """Blocks on 8 x 8 pixels: two branches split again into a row and a column."""
     return Branches(
         (
             _unit(inputs, 320, 1),

@@ -1,7 +1,7 @@
-"""What the families share: a chain of named stages, and a convolution with batch norm.
+"""Shared by the families: a chain of named stages, and a convolution with batch norm.
 
-Names matter here, because a parameter's name is what a policy or a report calls its gradient by. `chain` is
-`nn.Sequential` with the names given as keywords, so that a network reads as the table in its paper and its
+Names matter here, because policies and reports identify a gradient by its parameter's name. `chain` is
+`nn.Sequential` with the names given as keywords, so that a network reads like the table in its paper and its
 parameters are called `conv1.weight`, `fc6.bias` and so on.
 
 A convolution that is followed by batch norm has no bias: the norm would subtract it again.
@@ -15,7 +15,7 @@ Kernel = int | tuple[int, int]
 
 
 def chain(**stages: nn.Module) -> nn.Sequential:
-    """The stages one after the other, under the names they are given by.
+    """Return the stages in sequence, under their keywords as names.
 
     >>> list(chain(fc=nn.Linear(2, 3), relu=nn.ReLU()).state_dict())
     ['fc.weight', 'fc.bias']
@@ -33,7 +33,7 @@ def conv_bn(
     relu: bool = True,
     eps: float = 1e-5,
 ) -> nn.Sequential:
-    """Convolution without bias, batch norm and, unless `relu` is false, ReLU.
+    """Return a convolution without bias, batch norm and, unless `relu` is false, ReLU.
 
     `pad` keeps the size of the image at stride 1, for odd kernels.
     """
@@ -47,7 +47,7 @@ def conv_bn(
 
 
 def he_init(net: nn.Sequential) -> nn.Sequential:
-    """The same network with the normal weights of He et al. (2015) in its convolutions."""
+    """Draw the weights of convolutions as in He et al. (2015) and return the network."""
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

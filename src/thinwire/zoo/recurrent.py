@@ -1,11 +1,11 @@
 """Recurrent networks for speech, translation and language.
 
-Nearly all parameters are tall matrices that are used at every time step: the opposite of a convolution when
-it comes to scales per column. One LSTM layer has four gates; their weights are stacked into one matrix of
-4 x cell rows, as every framework does, so one column has thousands of elements and its scales cost nothing.
+Nearly all parameters are tall matrices that are used at every time step. For scales per column they are the
+opposite of a convolution. One LSTM layer has four gates; their weights are stacked into one matrix of
+4 x cell rows, as in every framework, so one column has thousands of elements and its scales cost nothing.
 
 `Projected` is the LSTM with a recurrent projection of Sak, Senior and Beaufays (2014): the cell is wide, but
-what it passes on, to itself and upward, is projected to fewer numbers.
+its output, to itself and to the next layer, is projected to fewer numbers.
 
 - `an4_lstm` is the acoustic model of CNTK's AN4 example that QSGD (Alistarh et al. 2017) counts as 13 M:
   three projected layers with peepholes, 363 inputs (33 features x 11 frames) and 132 classes.
@@ -27,7 +27,7 @@ class Projected(nn.Module):
     """An LSTM layer of `cell` units whose output is projected to `outputs` numbers.
 
     The four gates are stacked in the order input, forget, output, candidate, with one bias. With `peepholes`
-    the first three also see the cell, each unit its own.
+    the first three also read the cell state, each unit its own.
     """
 
     def __init__(self, inputs: int, cell: int, outputs: int, *, peepholes: bool) -> None:
@@ -43,25 +43,25 @@ class Projected(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        driven = self.input(x)  # [batch, time, 4 * cell]
+        gate_inputs = self.input(x)  # [batch, time, 4 * cell]
         output = x.new_zeros(x.shape[0], self.projection.out_features)
         state = x.new_zeros(x.shape[0], self.cell)
         outputs = []
-        for step in driven.unbind(dim=1):
+        for step in gate_inputs.unbind(dim=1):
             output, state = self._advance(step + self.recurrent(output), state)
             outputs.append(output)
         return torch.stack(outputs, dim=1)
 
     def _advance(self, gates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One time step from the summed inputs of the gates: the new output and the new cell state."""
-        opened, kept, shown, candidate = gates.chunk(4, dim=1)
+        """Return the next output and cell state, from the summed inputs of the gates."""
+        input_gate, forget_gate, output_gate, candidate = gates.chunk(4, dim=1)
         if self.peepholes is not None:
-            opened = opened + self.peepholes["input"] * state
-            kept = kept + self.peepholes["forget"] * state
-        state = kept.sigmoid() * state + opened.sigmoid() * candidate.tanh()
+            input_gate = input_gate + self.peepholes["input"] * state
+            forget_gate = forget_gate + self.peepholes["forget"] * state
+        state = forget_gate.sigmoid() * state + input_gate.sigmoid() * candidate.tanh()
         if self.peepholes is not None:
-            shown = shown + self.peepholes["output"] * state
-        return self.projection(shown.sigmoid() * state.tanh()), state
+            output_gate = output_gate + self.peepholes["output"] * state
+        return self.projection(output_gate.sigmoid() * state.tanh()), state
 
 
 class BigLSTM(nn.Module):
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, query: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        """For each query (batch, target, width) a mean of the memory (batch, source, width)."""
+        """Return for each query (batch, target, width) a mean of the memory (batch, source, width)."""
         sums = self.query(query).unsqueeze(2) + self.key(memory).unsqueeze(1) + self.bias
         scores = sums.tanh() @ (self.gain * self.energy / self.energy.norm())  # [batch, target, source]
         scores = scores.masked_fill(padding.unsqueeze(1), torch.finfo(scores.dtype).min)
@@ -103,8 +103,8 @@ class Attention(nn.Module):
 class GNMT(nn.Module):
     """Encoder and decoder of four LSTM layers each.
 
-    Takes token numbers, the source (batch, time) and the shifted target (batch, time), and gives the logits
-    (batch, target time, vocabulary). Token 0 pads a source; attention does not look at it.
+    Takes token numbers, the source (batch, time) and the shifted target (batch, time), and returns the logits
+    (batch, target time, vocabulary). Token 0 pads a source; attention ignores it.
     """
 
     PADDING = 0
@@ -152,7 +152,7 @@ class GNMT(nn.Module):
 
 
 def an4_lstm() -> nn.Sequential:
-    """The AN4 acoustic model. Takes frames (batch, time, 363) and gives (batch, time, 132)."""
+    """The AN4 acoustic model. Takes frames (batch, time, 363) and returns (batch, time, 132)."""
     return chain(
         lstm1=Projected(363, 1024, 512, peepholes=True),
         lstm2=Projected(512, 1024, 512, peepholes=True),

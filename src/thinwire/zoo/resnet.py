@@ -1,8 +1,8 @@
 """Residual networks: each block adds a correction to its input, so that depth does not hurt.
 
-They are the counter-weight to AlexNet: many small tensors (467 in ResNet-152), a single modest matrix at the
+They are the opposite of AlexNet: many small tensors (467 in ResNet-152), a single modest matrix at the
 end, a lot of arithmetic per parameter. About half of the parameters of ResNet-50 and -152 are 1 x 1
-convolutions. A codec that gives each kernel row its own scales sends more for those than float32 would.
+convolutions. For those, a codec with scales for each kernel row sends more than float32 would.
 
 - `resnet18`, `resnet50`, `resnet152` are the ImageNet networks of He et al. (2016), "Deep residual learning
   for image recognition", with the stride of a bottleneck in its 3 x 3 convolution.
@@ -88,7 +88,7 @@ def davidnet() -> nn.Sequential:
 
 
 def _imagenet(depths: tuple[int, int, int, int], *, bottleneck: bool) -> nn.Sequential:
-    """The ImageNet frame: a 7 x 7 stem, four stages of `depths` blocks, one linear layer."""
+    """Return an ImageNet network: a 7 x 7 stem, four stages of `depths` blocks, one linear layer."""
     expansion = 4 if bottleneck else 1
     stages: dict[str, nn.Module] = {}
     inputs = 64
@@ -110,7 +110,7 @@ def _imagenet(depths: tuple[int, int, int, int], *, bottleneck: bool) -> nn.Sequ
 
 
 def _stage(inputs: int, outputs: int, depth: int, *, stride: int, bottleneck: bool) -> nn.Sequential:
-    """`depth` blocks; the first takes the stride and, where the shape changes, a projection (option B)."""
+    """Return `depth` blocks; the first has the stride and, if the shape changes, a projection (option B)."""
     body = _bottleneck if bottleneck else _basic
     stage = nn.Sequential()
     for index in range(depth):

@@ -1,11 +1,11 @@
 """Transformers: equal blocks of attention and a two-layer perceptron, all of it matrix products.
 
-Each block has 12 width**2 parameters in four matrices, next to a few vectors of less than two thousandths of
-that. The matrices see every position, so arithmetic per parameter grows with the length of the sequence.
+Each block has 12 width**2 parameters in four matrices, and a few vectors with less than two thousandths of
+that. The matrices are used at every position, so arithmetic per parameter grows with the sequence length.
 
 - `gpt2` is the smallest network of Radford et al. (2019), "Language models are unsupervised multitask
   learners": 12 blocks of width 768, 1024 positions, 50 257 tokens. The head is the token embedding, used
-  a second time, so its gradient is the sum of both uses and travels once. The paper says 117 M; its authors
+  a second time, so its gradient is the sum of both uses and is sent once. The paper says 117 M; its authors
   corrected that to 124 M.
 - `vit_b` is ViT-B/16 of Dosovitskiy et al. (2021), "An image is worth 16x16 words", on images of 224 pixels.
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron four times as wide; each takes a normalized input and adds to it."""
+    """Attention, then a perceptron four times as wide; each reads the normalized input and adds to it."""
 
     def __init__(self, width: int, heads: int, *, causal: bool, gelu: nn.GELU, eps: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Takes token numbers (batch, time), at most `positions` of them, and gives logits per position."""
+    """Takes token numbers (batch, time), at most `positions` of them, and returns logits per position."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GPT2(nn.Module):
 
 
 class ViT(nn.Module):
-    """Takes images (batch, 3, 224, 224), cut into patches of `patch` pixels, and gives logits."""
+    """Takes images (batch, 3, 224, 224), cut into patches of `patch` pixels, and returns logits."""
 
     def __init__(self, patch: int = 16, width: int = 768, depth: int = 12, heads: int = 12) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def vit_b() -> ViT:
 
 
 def _init(net: nn.Module) -> None:
-    """Normal weights of deviation 0.02 and biases of zero, in the matrices and embeddings."""
+    """Draw matrices and embeddings from a normal of deviation 0.02; set biases of matrices to zero."""
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)

@@ -1,13 +1,13 @@
-"""Plain feed-forward networks for images: layers in one line, no branches.
+"""Plain feed-forward networks for images: layers in sequence, no branches.
 
-They are the networks in which communication hurts most. A convolution shares its few weights over the whole
-image, a fully connected layer uses each weight once per image, so nearly all parameters of AlexNet (95 %) and
-VGG-19 (86 %) lie in three matrices that cost almost no arithmetic: many bytes to send, little work to hide
-them behind.
+Communication slows these networks down most. A convolution shares its few weights over the whole image; a
+fully connected layer uses each weight once per image. So nearly all parameters of AlexNet (95 %) and VGG-19
+(86 %) are in three matrices that cost almost no arithmetic: many bytes to send, and little computation to
+overlap them with.
 
 - `mlp` is the network of Dettmers (2016), "8-bit approximations for parallelism in deep learning".
 - `lenet` is LeNet-5 of LeCun et al. (1998), as it is built today: every C3 map sees every S2 map (the paper
-  joins them by a table, 900 weights fewer), subsampling is max pooling, the output is a linear layer.
+  connects them by a table, with 900 fewer weights), subsampling is max pooling, the output is a linear layer.
 - `alexnet` is the network that CNTK trains under that name and that QSGD (Alistarh et al. 2017) counts as
   62 M parameters: Krizhevsky et al. (2012) on one GPU, hence without groups, and with 192 instead of 256
   kernels in the second layer.
@@ -56,7 +56,7 @@ def lenet() -> nn.Sequential:
 
 
 def alexnet() -> nn.Sequential:
-    """AlexNet as CNTK has it. Takes images (batch, 3, 227, 227)."""
+    """AlexNet as in CNTK. Takes images (batch, 3, 227, 227)."""
     return chain(
         conv1=nn.Conv2d(3, 96, 11, stride=4),
         relu1=nn.ReLU(),
@@ -91,7 +91,7 @@ def vgg19() -> nn.Sequential:
 
 
 def _classifier(features: int) -> dict[str, nn.Module]:
-    """The three fully connected layers that end AlexNet and VGG alike."""
+    """Return the three fully connected layers that end both AlexNet and VGG."""
     return {
         "flatten": nn.Flatten(),
         "fc6": nn.Linear(features, 4096),

@@ -1,5 +1,5 @@
 # ruff: noqa: T201
-"""A script that knows thinwire: it attaches itself, and every rank checkpoints what its wire owes.
+"""A script that knows thinwire: it attaches itself, and every rank checkpoints what its handle owes.
 
     thinwire launch --nproc-per-node 2 --max-restarts 2 resume.py FOLDER STEP
 
@@ -52,9 +52,9 @@ def train(rank, folder=None, fatal=None):
     """Loss and digest of the parameters and of what is owed, in the end."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5)))
-    wire = thinwire.attach(model, "onebit", seed=3)
+    handle = thinwire.attach(model, "onebit", seed=3)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    states = {"model": model, "optimizer": optimizer, "wire": wire}
+    states = {"model": model, "optimizer": optimizer, "wire": handle}
     first = load(folder, rank, **states) if folder else 0
     print(f"rank {rank} begins at {first}", flush=True)
     for step in range(first, STEPS):
@@ -67,7 +67,7 @@ def train(rank, folder=None, fatal=None):
         optimizer.step()
         if folder and (step + 1) % EVERY == 0:
             save(folder, rank, step + 1, **states)
-    owed = wire.state_dict()["channels"]["onebit/512+ef"]
+    owed = handle.state_dict()["channels"]["onebit/512+ef"]
     assert owed
     return loss.item(), digest([*model.parameters(), *tensors(owed)])
 

@@ -1,0 +1,300 @@
+"""The program of every worker of `thinwire launch`: it runs the script and attaches to its DDP models.
+
+    python -m thinwire.integrations.launch_worker JOB [ARGUMENT ...]
+
+`DistributedDataParallel` stays the same class: only two of its methods are wrapped, so `isinstance`,
+subclasses and `from torch.nn.parallel import DistributedDataParallel as DDP` work as always. Each model is
+passed to `thinwire.attach` once it is made. If the script then registers its own hook, or calls
+`thinwire.attach` itself, that hook is used from then on, and a line says so. Another line says so at once if
+the script does what cannot be compressed here: it starts its own processes, or uses FSDP.
+"""
+
+import atexit
+import functools
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.integrations.ddp import Slot, attach
+from thinwire.integrations.handle import Handle
+from thinwire.integrations.job_status import Writer
+from thinwire.integrations.launcher import Job
+from thinwire.integrations.metrics_report import brief
+from thinwire.integrations.metrics_table import headline
+
+NOT_MADE = "the script made no DistributedDataParallel model in this process"
+ALONE = "there is one process only, which sends nothing; start more with --nproc-per-node"
+OWN_HOOK = "DDP registered a hook of its own, for mixed precision or for an optimizer in the backward pass"
+OTHERS = "the script uses a hook of its own"
+SPAWNED = "the script starts processes itself (torch.multiprocessing), which thinwire launch does not reach"
+FSDP = "the script uses FSDP, and thinwire launch compresses DistributedDataParallel models only"
+#: Tells torch to use torchrun's store. Processes that a script starts itself have no such store, and would
+#: wait for it forever.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+HIDDEN = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+@dataclass(eq=False)
+class Hook:
+    """The hook that a model runs: thinwire's, until the script registers another or attaches again."""
+
+    state: Any
+    function: Callable[[Any, Any], Any]
+    ours: Handle | None = None
+    is_scripts: bool = False
+    last: Mapping[str, Any] | None = None  #: statistics of a deleted model
+
+    def handle(self) -> Handle | None:
+        """Return the attached handle; None if the hook is not thinwire's."""
+        handle = self.state.handle if isinstance(self.state, Slot) else self.state
+        return handle if isinstance(handle, Handle) else None
+
+    def stats(self) -> Mapping[str, Any] | None:
+        handle = self.handle()
+        return brief(handle) if handle is not None else self.last
+
+    def retire(self) -> None:
+        """Keep the statistics of a deleted model, and release its residuals."""
+        self.last, self.state, self.ours = self.stats(), None, None
+
+
+@dataclass
+class Models:
+    """The models that a script makes, and the hook of each."""
+
+    job: Job
+    say: Callable[[str], None]
+    hooks: list[Hook] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  #: why a model was not attached
+    _by_model: "weakref.WeakKeyDictionary[DistributedDataParallel, Hook]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _attaching: bool = False
+    _register: Callable[..., None] = DistributedDataParallel.register_comm_hook
+
+    def install(self) -> None:
+        """Intercept every model that is made and every hook that is registered from now on."""
+        init, register, models = DistributedDataParallel.__init__, self._register, self
+
+        @functools.wraps(init)
+        def __init__(self: DistributedDataParallel, *args: Any, **options: Any) -> None:  # noqa: N807
+            init(self, *args, **options)
+            models.take(self)
+
+        @functools.wraps(register)
+        def register_comm_hook(self: DistributedDataParallel, state: Any, hook: Any) -> None:
+            models.register(self, state, hook)
+
+        DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+        DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+        self._look_beyond()
+
+    def _look_beyond(self) -> None:
+        """Notice processes that the script starts, and models that it shards, from now on."""
+        spawning = sys.modules["torch.multiprocessing.spawn"]  # a function has the same name
+        start = spawning.start_processes
+
+        @functools.wraps(start)
+        def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any) -> Any:
+            self.see_spawn(nprocs)
+            return start(fn, args, nprocs, *more, **options)
+
+        for module in (torch.multiprocessing, spawning):
+            module.start_processes = start_processes  # type: ignore[attr-defined]
+        _hide_store_from_children()
+        for kind in (FullyShardedDataParallel, FSDPState):
+            self._notice(kind, FSDP)
+
+    def _notice(self, kind: type, why: str) -> None:
+        """Print `why` when the first object of a class is made."""
+        init, models = kind.__init__, self  # type: ignore[misc]
+
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+            if why not in models.refused:
+                models.refused.append(why)
+                models.say(f"thinwire: {why}: what FSDP sends is not compressed")
+            init(self, *args, **options)
+
+        kind.__init__ = __init__  # type: ignore[misc]
+
+    def see_spawn(self, nprocs: int) -> None:
+        """Say that processes started by the script train without thinwire, and what to do instead."""
+        os.environ.pop(AGENT_STORE, None)
+        self.refused.append(SPAWNED)
+        self.say(
+            f"thinwire: {SPAWNED}: what these send is not compressed.\n"
+            f"  Let the launcher start them: thinwire launch --nproc-per-node {nprocs}, and the script calls "
+            f"its function itself, with the rank int(os.environ['RANK']).\n"
+            f"  Or run it by python, with thinwire.attach(model, '{self.job.codec}') after "
+            f"DistributedDataParallel(...)."
+        )
+
+    def take(self, model: DistributedDataParallel) -> None:
+        """Attach to a model that was just made."""
+        if dist.get_world_size(model.process_group) == 1:
+            self.refused.append(ALONE)
+        elif model._comm_hooks:
+            self.refused.append(OWN_HOOK)
+        else:
+            seed = self.job.seed + len(self.hooks)  # models may share names; their random numbers differ
+            self._attaching = True
+            try:
+                handle = attach(model, self.job.codec, seed=seed, shadow=self.job.shadow)
+            finally:
+                self._attaching = False
+            self._by_model[model].ours = handle
+
+    def register(self, model: DistributedDataParallel, state: Any, function: Any) -> None:
+        """Register a hook: thinwire's, one of the script in its place, or one of a model without thinwire."""
+        hook = self._by_model.get(model)
+        if self._attaching:
+            hook = Hook(state, function)
+            self._register(model, (self, hook), pass_on)
+            self._by_model[model] = hook
+            self.hooks.append(hook)
+            weakref.finalize(model, hook.retire).atexit = False
+        elif hook is None or hook.is_scripts:
+            self._register(model, state, function)
+        else:
+            model._check_comm_hook(function)
+            hook.state, hook.function = state, function
+            self.yield_to(hook, f"registers {getattr(function, '__qualname__', 'a hook')} itself")
+
+    def yield_to(self, hook: Hook, what: str) -> None:
+        """Use the script's own hook instead of thinwire's."""
+        hook.is_scripts = True
+        self.say(f"thinwire: the script {what}: that is used, and --codec {self.job.codec} is not")
+
+    def stats(self) -> list[Mapping[str, Any]]:
+        """Return the statistics of every model that uses thinwire."""
+        stats = [hook.stats() for hook in list(self.hooks)]
+        return [model_stats for model_stats in stats if model_stats is not None]
+
+    def summary(self) -> str:
+        """Return one line for the end of the run."""
+        stats = self.stats()
+        if not stats:
+            others = [OTHERS for hook in self.hooks if hook.is_scripts]
+            return f"thinwire: nothing was attached: {(others + self.refused + [NOT_MADE])[0]}"
+        marked = [each["since"] for each in stats if each["since"] is not None]
+        return headline(
+            {
+                "label": ", ".join(dict.fromkeys(each["label"] for each in stats)),
+                "steps": max(each["steps"] for each in stats),
+                "since": {"steps": max(each["steps"] for each in marked), **_bytes(marked)}
+                if marked
+                else None,
+                **_bytes(stats),
+            }
+        )
+
+
+def _hide_store_from_children() -> None:
+    """Hide the launcher's store from processes that the script starts, which make their own groups.
+
+    Workers of data loaders start the same way, and are not affected.
+    """
+    begin = BaseProcess.start
+
+    @functools.wraps(begin)
+    def start(process: BaseProcess) -> None:
+        value = os.environ.pop(AGENT_STORE, None)
+        try:
+            begin(process)
+        finally:
+            if value is not None:
+                os.environ[AGENT_STORE] = value
+
+    BaseProcess.start = start  # type: ignore[method-assign, assignment]
+
+
+def _bytes(counted: list[Mapping[str, Any]]) -> dict[str, int]:
+    """Add up the bytes of several models."""
+    return {key: sum(each[key] for each in counted) for key in ("sent_nbytes", "fp32_nbytes")}
+
+
+def pass_on(
+    state: tuple[Models, Hook],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The hook that DDP knows: it calls the model's current hook."""
+    models, hook = state
+    if not hook.is_scripts and hook.handle() is not hook.ours:
+        models.yield_to(hook, "calls thinwire.attach itself")
+    return hook.function(hook.state, bucket)
+
+
+def run(job: Job) -> None:
+    """Run the script as Python itself would."""
+    place = Path.cwd() if job.module else Path(job.script).resolve().parent
+    if not sys.flags.safe_path:
+        sys.path[0] = str(place)
+    sys.argv = [job.script, *job.arguments]
+    if job.module:
+        runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(Path(job.script).absolute()), run_name="__main__")
+
+
+def main(words: list[str]) -> None:
+    """Run the script with thinwire; rank 0 says what was sent, however the script ends."""
+    job = Job.from_words(words)
+    is_first = os.environ.get("RANK", "0") == "0"
+    sys.excepthook = _without_our_frames(sys.excepthook)
+    models = Models(job, _say if is_first else lambda _line: None)
+    models.install()
+    writer = Writer(Path(job.status), models.stats) if is_first and job.status else None
+    if writer:
+        writer.start()
+    succeeded = False
+    try:
+        run(job)
+        succeeded = True
+    except SystemExit as end:
+        succeeded = end.code in (None, 0)
+        raise
+    finally:
+        if succeeded:
+            models.say(models.summary())
+        elif models.stats():
+            atexit.register(models.say, models.summary())  # after the traceback
+        if writer:
+            writer.stop()
+
+
+def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook whose tracebacks begin at the script; without any frame if the script never began."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        first = trace
+        while first and first.tb_frame.f_code.co_filename in HIDDEN:
+            first = first.tb_next
+        if first or isinstance(error, SyntaxError | ImportError):
+            error.__traceback__ = first
+        show(kind, error, error.__traceback__)
+
+    return hook
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
