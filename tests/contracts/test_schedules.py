@@ -16,6 +16,7 @@ from thinwire.codecs import CODECS, Cast, MaxMin, OneBit, RandomK, TopK
 from thinwire.errors import CodecError, CommError, InputError, ScheduleError
 from thinwire.runtimes import arguments, local
 from thinwire.runtimes import job as jobs
+from thinwire.runtimes import plan as plans
 from thinwire.runtimes.group_runtime import ranks_per_node
 from thinwire.runtimes.trace import trace
 from thinwire.schedules import SCHEDULES, AllGather, Buffers, Item
@@ -152,9 +153,9 @@ def test_tensors_that_are_not_contiguous_are_changed_in_place(schedule):
 
 @moving
 def test_tensors_of_several_pieces_stay_equal(schedule):
-    numel, world = 2 * jobs.PIECE + 1000, 4
+    numel, world = 2 * plans.PIECE + 1000, 4
     codec = codecs.get("int8/256")
-    assert len(list(jobs.spans([numel], [codec], schedule))) == 3
+    assert len(list(plans.spans([numel], [codec], schedule))) == 3
     ranks = ranks_of(world, numel)
     results = reduced(ranks, codec, "avg", schedule)
     assert alike(results)
@@ -163,7 +164,7 @@ def test_tensors_of_several_pieces_stay_equal(schedule):
 
 @pytest.mark.parametrize("spec", ["int4/128~sr", "onebit/64+ef", "aps/e4m3", "topk/0.01+ef"])
 def test_several_pieces_of_random_and_learning_codecs_stay_equal(spec):
-    ranks = ranks_of(3, jobs.PIECE + 1000)
+    ranks = ranks_of(3, plans.PIECE + 1000)
     assert alike(reduced(ranks, spec, "avg", "two_shot"))
 
 
@@ -635,8 +636,8 @@ def plan_of(numels, channel, schedule, rank, world):
         for i, (numel, start) in enumerate(zip(numels, starts, strict=False))
     ]
     call = jobs.Call("all_reduce", channel.codec.spec, tuple(numels), "float32", schedule.spec)
-    here = jobs.Ranks(rank, world, schedule.ranks_per_node or 1)
-    return jobs.ReducePlan(items, schedule, here, call, weight=1.0 / world)
+    here = plans.Ranks(rank, world, schedule.ranks_per_node or 1)
+    return plans.ReducePlan(items, schedule, here, call, weight=1.0 / world)
 
 
 @pytest.mark.parametrize("move", [True, False])
@@ -771,15 +772,15 @@ def test_tensors_of_a_bucket_have_scales_of_their_own(schedule, spec):
 )
 def test_cutting_into_pieces_changes_no_bit(schedule, monkeypatch):
     """For codecs that look at a few neighbours; fp32 aside, sums on a ring begin where shards do."""
-    plan, uncut = SCHEDULES[schedule], jobs.spans
+    plan, uncut = SCHEDULES[schedule], plans.spans
     ranks = ranks_of(4, 5000)
     for codec in served(plan, 4, STEADY):
         if schedule == "ring":  # shards of a piece are others, so sums begin with other ranks
             continue
         found = set()
         for piece in (1 << 8, 1 << 10, 1 << 30):
-            monkeypatch.setattr(jobs, "spans", functools.partial(uncut, piece=piece))
-            assert piece > 1 << 10 or len(list(jobs.spans([5000], [codec], plan))) > 1 or codec.grain > 1024
+            monkeypatch.setattr(plans, "spans", functools.partial(uncut, piece=piece))
+            assert piece > 1 << 10 or len(list(plans.spans([5000], [codec], plan))) > 1 or codec.grain > 1024
             found.add(digest(reduced(ranks, codec, "avg", schedule)[0]))
         assert len(found) == 1, codec.spec
 
@@ -788,7 +789,7 @@ def test_cutting_into_pieces_changes_no_bit(schedule, monkeypatch):
 def test_pieces_of_a_ring_are_equal_on_all_ranks_and_as_good(spec, monkeypatch):
     ranks = ranks_of(4, 5000)
     exact, whole = total(ranks), reduced(ranks, spec, "sum", "ring")
-    monkeypatch.setattr(jobs, "spans", functools.partial(jobs.spans, piece=1 << 10))
+    monkeypatch.setattr(plans, "spans", functools.partial(plans.spans, piece=1 << 10))
     cut = reduced(ranks, spec, "sum", "ring")
     assert alike(cut)
     assert relative_error(cut[0], exact) == pytest.approx(relative_error(whole[0], exact), rel=0.1)
@@ -809,9 +810,9 @@ def test_every_block_has_its_own_agreed_scale_wherever_it_travels(schedule, spec
     for rank, i in itertools.product(range(world), range(tensors)):  # sums fit under a block's scale
         ranks[rank][i][::64] = 0.0 if rank else 16.0 * unit.roll(640 * i)[::64]
     exact = [torch.stack([each[i] for each in ranks]).double().sum(0) for i in range(tensors)]
-    uncut = jobs.spans
+    uncut = plans.spans
     for piece in (512, 1 << 20):
-        monkeypatch.setattr(jobs, "spans", functools.partial(uncut, piece=piece))
+        monkeypatch.setattr(plans, "spans", functools.partial(uncut, piece=piece))
         found = reduced(ranks, spec, "sum", schedule)
         assert alike(found)
         for i in range(tensors):
@@ -822,11 +823,11 @@ def test_every_block_has_its_own_agreed_scale_wherever_it_travels(schedule, spec
 def test_small_tensors_of_a_bucket_travel_together_up_to_a_piece(monkeypatch):
     numels = [300] * 10 + [5000] + [1] * 3
     codec, plan = codecs.get("int8/256"), SCHEDULES["two_shot"]
-    groups = list(jobs.spans(numels, [codec] * 14, plan, piece=1024))
+    groups = list(plans.spans(numels, [codec] * 14, plan, piece=1024))
     covered = sorted((span.tensor, span.start, span.stop) for group in groups for span in group)
     assert [sum(stop - start for i, start, stop in covered if i == t) for t in range(14)] == numels
     assert all(sum(span.stop - span.start for span in group) <= 1024 for group in groups)
-    monkeypatch.setattr(jobs, "spans", functools.partial(jobs.spans, piece=1024))
+    monkeypatch.setattr(plans, "spans", functools.partial(plans.spans, piece=1024))
     ranks = [[gauss(numel, seed=20 * rank + i) for i, numel in enumerate(numels)] for rank in range(3)]
     results = reduced(ranks, codec, "avg", plan)
     assert alike(results)

@@ -25,7 +25,7 @@ from thinwire.channel import Channel
 from thinwire.codecs import CODECS
 from thinwire.errors import CommError
 from thinwire.rounding import Stream
-from thinwire.runtimes import arguments, job, local
+from thinwire.runtimes import arguments, job, local, plan
 from thinwire.schedules import SCHEDULES
 from thinwire.schedules import get as get_schedule
 
@@ -36,7 +36,7 @@ COVERING = (
     "onebit/column+ef",
 )  # fmt: skip
 DTYPES = torch.bfloat16, torch.float16
-BIG = job.PIECE * job.WINDOW + 77  # more pieces than are in flight at a time
+BIG = plan.PIECE * job.WINDOW + 77  # more pieces than are in flight at a time
 PIECES = ("native", False), ("one_shot", True), ("two_shot", True), ("two_shot", False), ("ring", False)
 INT8 = codecs.get("int8/256")
 
@@ -116,9 +116,9 @@ def same(found, expected, near=0.0, scale=1e-30):
 def bits(spec, codec, rank, world, shape=SHAPE, dtype=torch.float32, *, waits=True):
     """Two calls with the same channel, so that residuals count."""
     own, everyone = Channel(codec), [Channel(codec) for _ in range(world)]
-    plan = arguments.schedule_of(spec, codecs.get(codec).for_shape(shape), 1, world)
+    chosen = arguments.schedule_of(spec, codecs.get(codec).for_shape(shape), 1, world)
     coarse = (
-        [torch.finfo(each).eps for each in (codecs.get(codec).torch_dtype, dtype)] if plan.adds else [0.0]
+        [torch.finfo(each).eps for each in (codecs.get(codec).torch_dtype, dtype)] if chosen.adds else [0.0]
     )
     near = 4 * max(coarse)
     found, works = [], []
@@ -137,7 +137,7 @@ def bits(spec, codec, rank, world, shape=SHAPE, dtype=torch.float32, *, waits=Tr
                 everyone,
                 schedule=spec,
                 rng=Stream(1, step=step),
-                ranks_per_node=plan.ranks_per_node or 1,
+                ranks_per_node=chosen.ranks_per_node or 1,
             )
             same(found[step : step + 1], each[:1], near if world > 2 else 0.0, scale)
     return found
@@ -183,7 +183,7 @@ def strided(rank, world):
     return [turned.contiguous(), wide]
 
 
-def bucket(rank, world, codec="int8/256", schedule="auto", waits=True, largest=job.PIECE + 5):
+def bucket(rank, world, codec="int8/256", schedule="auto", waits=True, largest=plan.PIECE + 5):
     """Several tensors in one call."""
     sizes = (7, 1000, 0, 333, largest, 1, 64)
     rows = [made(world, f"bucket {i}", (size,)) for i, size in enumerate(sizes)]

@@ -18,11 +18,11 @@ from thinwire.channel import Channel
 from thinwire.codecs import CODECS
 from thinwire.errors import CommError, Disagreement, InputError
 from thinwire.rounding import Stream
-from thinwire.runtimes import arguments, job, local, mpi
+from thinwire.runtimes import arguments, job, local, mpi, plan
 from thinwire.schedules import SCHEDULES, AllGather, collectives
 
 SHAPE = 17, 59  # an odd number of elements, and a matrix for those who see one
-PIECES = job.PIECE * 6 + 77  # more than are in flight at a time
+PIECES = plan.PIECE * 6 + 77  # more than are in flight at a time
 COVERING = "fp32", "bf16", "int8/256", "qsgd4/512", "aps/e5m2", "topk/0.01+ef", "onebit/column+ef"
 
 
@@ -72,8 +72,8 @@ def made(world, seed, shape=SHAPE, dtype=torch.float32):
 def bits(spec, codec, comm, shape=SHAPE, dtype=torch.float32):
     """Two steps with the same channel, so that residuals count; sums of the network may differ a little."""
     world, own, all_of_them = comm.size, Channel(codec), [Channel(codec) for _ in range(comm.size)]
-    plan = arguments.schedule_of(spec, codecs.get(codec), math.prod(shape), world)
-    near = 4 * torch.finfo(codecs.get(codec).torch_dtype).eps if plan.adds else 0.0
+    chosen = arguments.schedule_of(spec, codecs.get(codec), math.prod(shape), world)
+    near = 4 * torch.finfo(codecs.get(codec).torch_dtype).eps if chosen.adds else 0.0
     for step in range(2):
         expected = made(world, f"{spec} {codec} {step}", shape, dtype)
         x, rng = expected[comm.rank].clone(), Stream(1, step=step)
@@ -105,7 +105,7 @@ def together(wrong, comm):
 
 def bucket(comm):
     rows = [
-        made(comm.size, f"bucket {i}", (size,)) for i, size in enumerate((7, 1000, 0, 333, job.PIECE + 5))
+        made(comm.size, f"bucket {i}", (size,)) for i, size in enumerate((7, 1000, 0, 333, plan.PIECE + 5))
     ]
     expected = [[row[rank] for row in rows] for rank in range(comm.size)]
     mine = [x.clone() for x in expected[comm.rank]]
@@ -152,7 +152,7 @@ def moved(comm):
             "all_gather": lambda: (collectives.all_gather(whole, even, context), even),
             "broadcast": lambda: (collectives.broadcast(whole, context, comm.size - 1), [whole]),
         }[wanted]()
-        return job.single(call, lambda buffers: steps, torch.device("cpu")), out  # noqa: ARG005
+        return plan.single(call, lambda buffers: steps, torch.device("cpu")), out  # noqa: ARG005
 
     for wanted in ("all_to_all", "reduce_scatter", "all_gather", "broadcast"):
         mine, found = jobs_of(comm.rank, wanted)
@@ -170,7 +170,7 @@ def letter(comm, numel, codec="bf16", *, sends):
     out = x if sends else torch.zeros(numel)
     steps = collectives.send(out, context, last) if sends else collectives.recv(out, context, 0)
     call = job.Call("send", codec, (numel,), "float32")
-    one = job.single(call, lambda buffers: steps, torch.device("cpu"))  # noqa: ARG005
+    one = plan.single(call, lambda buffers: steps, torch.device("cpu"))  # noqa: ARG005
     mpi.runtime_of(comm, torch.device("cpu")).run_apart(one, 0)
     return x.bfloat16().float().equal(out)
 
@@ -228,7 +228,7 @@ def failure(comm):
 
     call = job.Call("nothing", "fp32", (1,), "float32")
     line = mpi.runtime_of(own, torch.device("cpu"))
-    raises(ZeroDivisionError, "on all", line.run, job.single(call, steps, torch.device("cpu")))
+    raises(ZeroDivisionError, "on all", line.run, plan.single(call, steps, torch.device("cpu")))
     raises(CommError, "on all ranks", mpi.all_reduce, torch.ones(3), "fp32", comm=own)
     own.Free()
 

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from thinwire import cli, data
 from thinwire.errors import InputError, LabError
 from thinwire.integrations.auto import MOST
-from thinwire.lab import namespaces
+from thinwire.lab import Run, namespaces
+from thinwire.lab.topology import Topology, parse_link
 from thinwire.study import Record, Trial, convergence, demo
-from thinwire.study.run import Progress, command, run, seconds_left
+from thinwire.study.run import Progress, command, failure, run, seconds_left
 from thinwire.study.store import Store
 from thinwire.zoo import small
 
@@ -277,6 +278,20 @@ def test_failures_name_the_rank_and_keep_what_is_done(store, codec, message):
         run(trials, store, worker=TALK)
     assert message in str(caught.value)
     assert store.get(TRIAL) is not None
+
+
+@pytest.mark.parametrize(
+    ("codes", "outputs", "blamed"),
+    [
+        ((1, -signal.SIGTERM), ("FAILED x: CommError: rank 1 is gone", "FAILED x: ValueError: mine"), 1),
+        ((1, -signal.SIGTERM), ("FAILED x: CommError: rank 1 is gone", "STEP {}"), 0),
+        ((-signal.SIGTERM, -signal.SIGKILL), ("STEP {}", ""), 1),
+        ((1, 1), ("FAILED x: Connection reset", "FAILED x: ValueError: mine"), 1),
+    ],
+)
+def test_the_rank_with_an_error_of_its_own_is_blamed(codes, outputs, blamed):
+    done = Run(Topology(2, 1, parse_link("1gbit"), loopback=True), codes, outputs, 1.0, False, None, None)
+    assert failure(done).startswith(f"rank {blamed} failed: ")
 
 
 def test_an_interrupted_study_keeps_what_is_done(store):

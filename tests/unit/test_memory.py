@@ -5,7 +5,8 @@ import torch
 
 from thinwire.runtimes import local
 from thinwire.runtimes.arguments import all_reduce_job
-from thinwire.runtimes.job import PIECE, WINDOW
+from thinwire.runtimes.job import WINDOW
+from thinwire.runtimes.plan import PIECE
 from thinwire.runtimes.trace import trace
 from thinwire.schedules import Buffers
 

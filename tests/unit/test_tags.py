@@ -5,7 +5,8 @@ import itertools
 from thinwire import codecs
 from thinwire.runtimes.gloo_runtime import COMPARING
 from thinwire.runtimes.gloo_transport import TAGS, tag
-from thinwire.runtimes.job import AGREEMENT, PIECE, spans
+from thinwire.runtimes.job import AGREEMENT
+from thinwire.runtimes.plan import PIECE, spans
 from thinwire.schedules import get
 
 DIGEST = 0x1234

@@ -11,6 +11,7 @@ from thinwire import Channel, codecs, explain
 from thinwire.errors import InputError, ScheduleError
 from thinwire.runtimes import arguments, local
 from thinwire.runtimes import job as jobs
+from thinwire.runtimes import plan as plans
 from thinwire.runtimes.trace import count, trace
 from thinwire.schedules import SCHEDULES, AllGather, AllReduce, AllToAll, Item
 from thinwire.schedules.choose import SMALL_NBYTES, choose
@@ -102,7 +103,7 @@ def compare(numels, codec, world, schedule):
 @every_schedule
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
 def test_a_trace_counts_what_ranks_send(schedule, world, monkeypatch):
-    monkeypatch.setattr(jobs, "spans", functools.partial(jobs.spans, piece=1024))
+    monkeypatch.setattr(plans, "spans", functools.partial(plans.spans, piece=1024))
     for codec in served(schedule, world):
         for numels in ([0], [1], [1000], [2600], [300, 0, 7, 3000, 1]):
             compare(numels, codec, world, schedule)
@@ -116,7 +117,7 @@ def test_a_trace_counts_what_ranks_send_of_a_large_tensor(schedule):
 
 @pytest.mark.parametrize("spec", ["int8/256", "aps/e5m2", "fp32"])
 def test_tensors_of_several_pieces_are_counted_piece_by_piece(spec):
-    numel = jobs.PIECE + 1000
+    numel = plans.PIECE + 1000
     for schedule in ("two_shot", "ring"):
         compare([numel], codecs.get(spec), 3, SCHEDULES[schedule])
 
@@ -127,7 +128,9 @@ def test_pieces_of_one_size_and_different_codecs_are_counted_apart():
     def sent(*specs):
         items = [Item(numel, Channel(spec), f"w{i}", 0, i * numel, i) for i, spec in enumerate(specs)]
         call = jobs.Call("all_reduce", "several", (numel,) * len(specs), "float32")
-        return count(jobs.ReducePlan(items, SCHEDULES["two_shot"], jobs.Ranks(0, 4), call), 0, 4).sent_nbytes
+        return count(
+            plans.ReducePlan(items, SCHEDULES["two_shot"], plans.Ranks(0, 4), call), 0, 4
+        ).sent_nbytes
 
     assert sent("int8/256", "int4/128") == sent("int4/128", "int8/256") == sent("int8/256") + sent("int4/128")
 

@@ -12,7 +12,7 @@ from thinwire.errors import InputError, ThinwireError, is_refusal
 from thinwire.outside import outside_of_graphs
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
-from thinwire.runtimes import job as jobs
+from thinwire.runtimes import plan as plans
 from thinwire.runtimes.arguments import SUM, After, AnyCodec, is_mean, named, vector
 from thinwire.runtimes.checks import check, check_written, listed
 from thinwire.runtimes.job import Call, Job
@@ -283,8 +283,8 @@ def _single(
     keeps_residuals = (
         context.codec.feedback and context.world > 1 and call.numels
     )  # the same sizes on all ranks
-    named = jobs.Named(call.op, ((context.channel, context.name, call.numels),)) if keeps_residuals else None
-    job = jobs.single(call, lambda buffers: steps(replace(context, buffers=buffers)), device, named)
+    named = plans.Named(call.op, ((context.channel, context.name, call.numels),)) if keeps_residuals else None
+    job = plans.single(call, lambda buffers: steps(replace(context, buffers=buffers)), device, named)
     job.result, job.after = result, after
     return job
 

@@ -18,7 +18,8 @@ from thinwire.integrations.auto import Choice
 from thinwire.integrations.ladder import LadderState
 from thinwire.runtimes import arguments
 from thinwire.runtimes.checks import DTYPES
-from thinwire.runtimes.job import Call, Ranks, ReducePlan
+from thinwire.runtimes.job import Call
+from thinwire.runtimes.plan import Ranks, ReducePlan
 from thinwire.schedules import Item
 from thinwire.schedules.low_rank import LOW_RANK
 from thinwire.schedules.reduce import one_shot, two_shot

@@ -24,9 +24,10 @@ from thinwire.integrations.ladder import LadderState
 from thinwire.policy import Policy, Rule, TensorInfo
 from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
-from thinwire.runtimes import job as jobs
+from thinwire.runtimes import plan as plans
 from thinwire.runtimes.arguments import named, ranks_per_node_of
-from thinwire.runtimes.job import Call, Job, Ranks
+from thinwire.runtimes.job import Call, Job
+from thinwire.runtimes.plan import Ranks
 from thinwire.runtimes.runtime import Runtime, runtime_of
 from thinwire.runtimes.trace import count, trace
 from thinwire.runtimes.work import Work
@@ -103,7 +104,7 @@ class CallPart:
     are copied into an extra vector before the call and back after it.
     """
 
-    plan: jobs.ReducePlan
+    plan: plans.ReducePlan
     copied: tuple[Copied, ...]
     dtype: torch.dtype  #: of the vector of copies
 
@@ -334,7 +335,7 @@ def _part(
     ranks_per_node = ranks_per_node_of(schedule, here.world, here.ranks_per_node)
     call = _call([each.sent for each in tensors], schedule, buffers[0].dtype, ranks_per_node)
     ranks = Ranks(here.rank, here.world, ranks_per_node)
-    plan = jobs.ReducePlan(items, schedule, ranks, call, weight=1.0 / here.world, together=here.together)
+    plan = plans.ReducePlan(items, schedule, ranks, call, weight=1.0 / here.world, together=here.together)
     return CallPart(plan, tuple(copied), dtype if direct else torch.float32)
 
 
@@ -373,7 +374,7 @@ def _wire_nbytes(part: CallPart) -> int:
     return sum(nbytes(item.codec, item.numel, shape=item.shape or (item.numel,)) for item in part.plan.items)
 
 
-def _sent_nbytes(plan: jobs.ReducePlan, here: Runtime) -> int:
+def _sent_nbytes(plan: plans.ReducePlan, here: Runtime) -> int:
     """Bytes that this rank sends in one call."""
     if here.world == 1:
         return 0
@@ -381,7 +382,7 @@ def _sent_nbytes(plan: jobs.ReducePlan, here: Runtime) -> int:
     return count(blank, here.rank, here.world).sent_nbytes
 
 
-def copy_without_residuals(plan: jobs.ReducePlan) -> jobs.ReducePlan:
+def copy_without_residuals(plan: plans.ReducePlan) -> plans.ReducePlan:
     """Copy a plan, with channels that have no residuals."""
     fresh = {id(item.channel): Channel(item.codec) for item in plan.items}
     items = [replace(item, channel=fresh[id(item.channel)]) for item in plan.items]

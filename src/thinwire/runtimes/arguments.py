@@ -19,7 +19,8 @@ from thinwire.errors import CodecError, InputError, ScheduleError
 from thinwire.formats import Format
 from thinwire.rounding import Stream
 from thinwire.runtimes.checks import check, check_name, check_written, listed
-from thinwire.runtimes.job import Call, Job, Ranks, ReducePlan
+from thinwire.runtimes.job import Call, Job
+from thinwire.runtimes.plan import Ranks, ReducePlan
 from thinwire.schedules import Item, RankContext, Schedule
 from thinwire.schedules.choose import choose
 from thinwire.schedules.traits import laid_out

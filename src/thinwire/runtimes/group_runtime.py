@@ -22,7 +22,8 @@ from torch import Tensor
 from thinwire.errors import CommError, Disagreement, ScheduleError
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import PlanCache
-from thinwire.runtimes.job import Call, Job, ReducePlan
+from thinwire.runtimes.job import Call, Job
+from thinwire.runtimes.plan import CallPlan
 from thinwire.runtimes.work import MessageWork, Work
 
 TEXT_NBYTES = 512  # of a call's text, when ranks compare calls
@@ -59,7 +60,7 @@ class GroupRuntime(abc.ABC):
         """Begin a job; it continues while the caller does something else."""
 
     def replay(
-        self, plan: ReducePlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+        self, plan: CallPlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
     ) -> Work | None:
         """Begin a call of a plan from a recording of earlier calls; None if there is none."""
         del plan, vectors, result, rng

@@ -27,7 +27,8 @@ from thinwire.runtimes.arguments import (
     schedule_of,
 )
 from thinwire.runtimes.checks import check, listed
-from thinwire.runtimes.job import Job, Span, spans
+from thinwire.runtimes.job import Job
+from thinwire.runtimes.plan import Span, spans
 from thinwire.scaling import RULES
 from thinwire.schedules import (
     AllGather,

@@ -38,7 +38,8 @@ from thinwire.errors import (
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import SUM, AnyCodec, PlanCache, all_reduce_job
 from thinwire.runtimes.checks import check, listed
-from thinwire.runtimes.job import AGREEMENT, Call, Job, Pending, ReducePlan, drive
+from thinwire.runtimes.job import AGREEMENT, Call, Job, Pending, drive
+from thinwire.runtimes.plan import CallPlan
 from thinwire.runtimes.work import MessageWork, Work
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Request, Schedule, SendRecv
 from thinwire.schedules.exchange import arriving, fill, starts
@@ -188,7 +189,7 @@ class MpiRuntime:
         return list(range(self.world))
 
     def replay(
-        self, plan: ReducePlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+        self, plan: CallPlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
     ) -> None:
         """Return None: this runtime records no calls."""
         del plan, vectors, result, rng

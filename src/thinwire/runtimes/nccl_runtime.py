@@ -34,19 +34,9 @@ from thinwire.kernels.params import Draw
 from thinwire.rounding import Stream
 from thinwire.runtimes import streams
 from thinwire.runtimes.group_runtime import GroupRuntime, checks_every_call, timeout_of
-from thinwire.runtimes.job import (
-    AGREEMENT,
-    Call,
-    Flights,
-    Job,
-    Pending,
-    Post,
-    ReducePlan,
-    Start,
-    drive,
-    run_alone,
-)
+from thinwire.runtimes.job import AGREEMENT, Call, Flights, Job, Pending, Post, Start, drive, run_alone
 from thinwire.runtimes.nccl_transport import NcclTransport, post
+from thinwire.runtimes.plan import CallPlan
 from thinwire.runtimes.recording import AFTER, MOST, Recorder, Recording, Repeated, Unknown
 from thinwire.runtimes.side_channel import SideChannel
 from thinwire.runtimes.watchdog import GRACE_S, Watchdog
@@ -148,7 +138,7 @@ class NcclRuntime(GroupRuntime):
         return sum(each.nbytes for each in (*self._pool, *self._apart))
 
     def replay(
-        self, plan: ReducePlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+        self, plan: CallPlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
     ) -> StreamWork | None:
         """Replay the recording of a plan's call; None if the call must run as a job."""
         clock = plan.items[0].channel.clock
@@ -266,7 +256,7 @@ class NcclRuntime(GroupRuntime):
             self._do(functools.partial(last.wait_stream, buffers.stream))
         return last
 
-    def _streams(self, plan: ReducePlan | None) -> list[Buffers]:
+    def _streams(self, plan: CallPlan | None) -> list[Buffers]:
         """Return all streams, beginning with the call's own: new calls alternate, known calls keep theirs."""
         first = self._turn if plan is None or plan.place is None else plan.place
         if plan is not None and plan.place is None:
@@ -330,7 +320,7 @@ class NcclRuntime(GroupRuntime):
             plan.recordings[where] = AFTER
         return recording
 
-    def _record(self, plan: ReducePlan, job: Job) -> Recording | None:
+    def _record(self, plan: CallPlan, job: Job) -> Recording | None:
         """Run a call's generators without sending; return None if something in them cannot be recorded."""
         self._recorder = recorder = Recorder(self.transport.prepare, self._pool)
         dry = plan.job(job.vectors, Unknown() if job.call.random else None)

@@ -10,7 +10,8 @@ from torch import Tensor
 from thinwire.rounding import Stream
 from thinwire.runtimes import process_group
 from thinwire.runtimes.arguments import Endpoint
-from thinwire.runtimes.job import Job, ReducePlan
+from thinwire.runtimes.job import Job
+from thinwire.runtimes.plan import CallPlan
 from thinwire.runtimes.work import MessageWork, Work
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Runtime(Endpoint, Protocol):
         """Global ranks, in the group's order."""
 
     def replay(
-        self, plan: ReducePlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
+        self, plan: CallPlan, vectors: Sequence[Tensor], result: object, rng: Stream | None = None
     ) -> Work | None:
         """Begin a call of a plan from a recording of earlier calls; None if there is none."""
 

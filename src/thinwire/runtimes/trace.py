@@ -20,7 +20,7 @@ from thinwire.codecs import AnySpec
 from thinwire.codecs import get as get_codec
 from thinwire.errors import InputError
 from thinwire.rounding import Stream
-from thinwire.runtimes import job as jobs
+from thinwire.runtimes import plan as plans
 from thinwire.runtimes.arguments import ranks_per_node_of
 from thinwire.runtimes.job import Call, Start
 from thinwire.schedules import AllGather, AllReduce, AllToAll, Buffers, Item, Request, Schedule, SendRecv
@@ -75,10 +75,10 @@ def trace(
         for i, (numel, shape) in enumerate(zip(numels, forms, strict=True))
     ]
     call = Call("trace", resolved.spec, tuple(numels), "float32")
-    return count(jobs.ReducePlan(items, plan, jobs.Ranks(rank, world, ranks_per_node), call), rank, world)
+    return count(plans.ReducePlan(items, plan, plans.Ranks(rank, world, ranks_per_node), call), rank, world)
 
 
-def count(plan: jobs.ReducePlan, rank: int, world: int) -> Trace:
+def count(plan: plans.ReducePlan, rank: int, world: int) -> Trace:
     """Count what a rank sends and receives in one call of a plan; the plan's channels must be new."""
     vectors: dict[int, int] = {}
     for item in plan.items:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -189,6 +189,60 @@ class Batch:
             tuple(_rows([row for i in alike for row in sent[i]]) for alike in self._alike),
             tuple(_rows(rows, packed=True) for rows in mine if rows),
         )
+
+
+class ShardBatch(Batch):
+    """Items of which every rank owns an equal part, for reduce-scatter and all-gather.
+
+    The parts of all ranks lie in the rows of a matrix [world, row]; one rank's parts are one row. An item's
+    numel and start are those of its part in a row. The first vector is the input, the second the output.
+    """
+
+    def __init__(self, items: Sequence[Item], rank: int, world: int, row: int, weight: float = 1.0):
+        super().__init__(items, rank, world, weight)
+        self.row = row
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (sum(item.codec.nbytes(item.numel) for item in self.items),) * self.world
+
+    @functools.cached_property
+    def scattered(self) -> Layout:
+        """`sent`: the rows of the input, one for each rank; `own`: this rank's row, the output."""
+        return Layout(self._sizes, lambda stride: (self._rows(stride, 0), self._row(1)))
+
+    @functools.cached_property
+    def gathered(self) -> Layout:
+        """`sent`: this rank's row, the input; `own`: the rows of all ranks, the output."""
+        return Layout(self._sizes, lambda stride: (self._row(0), self._rows(stride, 1)))
+
+    def _bytes(self) -> Iterator[int]:
+        return itertools.accumulate((item.codec.nbytes(item.numel) for item in self.items), initial=0)
+
+    def _row(self, vector: int) -> SegmentsByCodec:
+        rows = [
+            _Row(replace(item, vector=vector), item.start, item.numel, byte, slots.SENT, (item.numel,))
+            for item, byte in zip(self.items, self._bytes(), strict=False)
+        ]
+        return tuple(_rows([rows[i] for i in alike]) for alike in self._alike)
+
+    def _rows(self, stride: int, vector: int) -> SegmentsByCodec:
+        rows = [
+            [
+                _Row(
+                    replace(item, vector=vector),
+                    rank * self.row + item.start,
+                    item.numel,
+                    rank * stride + byte,
+                    slots.SENT,
+                    (self.world, item.numel),
+                    rank,
+                )
+                for rank in range(self.world)
+            ]
+            for item, byte in zip(self.items, self._bytes(), strict=False)
+        ]
+        return tuple(_rows([row for i in alike for row in rows[i]]) for alike in self._alike)
 
 
 @dataclass(frozen=True)

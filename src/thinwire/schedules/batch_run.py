@@ -122,6 +122,15 @@ class BatchRun:
             late = self.batch.weight / self._early(rows)
             rows.codec.decode_segments(wires, self.vectors[rows.vector], rows.segments, late)
 
+    def unpack(self, by_codec: SegmentsByCodec, wires: Tensor) -> None:
+        """Decode every segment from its wire, without a weight: wires that were only gathered."""
+
+        def call(rows: CodecSegments, _: Tensor | None) -> Run:
+            return rows.codec.decoder(wires, self.vectors[rows.vector], rows.segments, 1.0, 1, 0)
+
+        for rows in self._run("unpack", by_codec, call, held=False):
+            rows.codec.decode_segments(wires, self.vectors[rows.vector], rows.segments)
+
     def add_up(self, by_codec: SegmentsByCodec, wires: Tensor, stride: int) -> None:
         """Decode the weighted sum of all ranks' wires of every segment, in the order of ranks."""
         args = (self.batch.weight, self.batch.world, stride)

@@ -57,7 +57,7 @@ def run(
         with Lab(hosts=hosts, link=link, device=device) as lab:
             done = _follow(lab.start(command, echo=False), waiting, store, tell)
         if not done.ok:
-            raise LabError(f"{hosts} hosts on {link}: {_failure(done)}")
+            raise LabError(f"{hosts} hosts on {link}: {failure(done)}")
     records = [store.get(trial) for trial in trials]
     lost = [trial for trial, record in zip(trials, records, strict=True) if record is None]
     if lost:
@@ -130,14 +130,20 @@ def _hear(line: str, trials: dict[str, Trial], store: Store, tell: Tell) -> None
         tell(Progress(record.trial, last.step, last.loss, record.accuracy, record))
 
 
-def _failure(done: Run) -> str:
-    """Return which rank failed and why; prefers ranks that we did not end and that did not lose another."""
+def failure(done: Run) -> str:
+    """Return which rank failed and why; prefers ranks with an error of their own.
+
+    A rank that we ended while it was still exiting may have named its error before.
+    """
     failed = [rank for rank, code in enumerate(done.returncodes) if code]
     reasons = {rank: _words(done.outputs[rank], done.returncodes[rank]) for rank in failed}
-    ours = -signal.SIGTERM
-    failed.sort(
-        key=lambda rank: (done.returncodes[rank] == ours, any(each in reasons[rank] for each in LOST))
-    )
+
+    def blame(rank: int) -> tuple[bool, bool]:
+        says_why = any(line.startswith(FAILED) for line in done.outputs[rank].splitlines())
+        ended_by_us = done.returncodes[rank] == -signal.SIGTERM and not says_why
+        return ended_by_us, any(each in reasons[rank] for each in LOST)
+
+    failed.sort(key=blame)
     return f"rank {failed[0]} failed: {reasons[failed[0]]}"
 
 
