@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire import policy as policies
 from thinwire.channel import Channel
 from thinwire.errors import InputError
+from thinwire.integrations import sharded_checkpoint
 from thinwire.integrations.checkpoint_checks import (
     VERSION,
     check,
@@ -92,6 +93,8 @@ def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int,
     """
     if not isinstance(states, Sequence) or not isinstance(shapes, Mapping):
         raise InputError("reshard takes a list of all ranks' states, and the shapes of parameters by name")
+    if states and all(map(sharded_checkpoint.is_sharded, states)):
+        return sharded_checkpoint.reshard(states, shapes)
     states = [upgraded(state) for state in states]
     for state in states:
         if unknown := sorted(names_of(state, check(state)) - shapes.keys()):

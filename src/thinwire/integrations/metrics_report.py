@@ -14,6 +14,7 @@ from thinwire.schedules.low_rank import LOW_RANK, matrix, shrinks
 
 if TYPE_CHECKING:
     from thinwire.integrations.handle import Handle
+    from thinwire.integrations.sharded import ShardedHandle
 
 
 def describe(handle: "Handle") -> dict[str, Any]:
@@ -38,13 +39,13 @@ def describe(handle: "Handle") -> dict[str, Any]:
             residual.nbytes for channel in handle.channels.values() for residual in channel.residuals.values()
         ),
         "layers": layers,
-        "uncompressed": _uncompressed(layers),
+        "uncompressed": uncompressed(layers),
         "level": ladder_state.ladder.levels[ladder_state.level] if ladder_state else None,
         "auto": handle.auto.describe() if handle.auto is not None else None,
     }
 
 
-def brief(handle: "Handle") -> dict[str, Any]:
+def brief(handle: "Handle | ShardedHandle") -> dict[str, Any]:
     """Return the part that reads no tensor, so that any thread may ask without disturbing training."""
     metrics = handle.metrics
     return {
@@ -62,7 +63,7 @@ def brief(handle: "Handle") -> dict[str, Any]:
     }
 
 
-def _label(handle: "Handle") -> str:
+def _label(handle: "Handle | ShardedHandle") -> str:
     """Return the policy's name, and whether `auto` chose it or still measures."""
     if handle.auto is None:
         return handle.policy.name
@@ -102,7 +103,8 @@ def wire_nbytes(rule: Rule, shape: tuple[int, ...]) -> int:
     return codec.nbytes(math.prod(shape))
 
 
-def _uncompressed(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def uncompressed(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Count the tensors that stay in float32, and say why."""
     left = [layer for layer in layers.values() if layer["codec"] == "fp32"]
     numel = sum(layer["numel"] for layer in layers.values())
     return {
