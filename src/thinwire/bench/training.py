@@ -229,12 +229,12 @@ def summary(cells: Sequence[Cell], device: str = "cpu") -> list[dict[str, Any]]:
         where = f", {hosts} hosts, {link}" if link else ""
         for method, target in targets.items():
             what = f"{method} to plain DDP, communication-bound{where}"
-            lines.append(_at_least(what, target, _ratios(matching, [method])))
+            lines.append(at_least(what, target, _ratios(matching, [method])))
     ours = sorted({row["method"] for cell in cells for row in cell["rows"]} - set(TORCH))
     if device == "cuda":
         lines += _gpu_targets(cells, ours)
     idle = [cell for cell in cells if cell["communication_share"] < COMPUTE_BOUND or cell["link"] == LOOPBACK]
-    lines.append(_at_least("any method of thinwire, compute-bound", NOT_SLOWER, _ratios(idle, ours)))
+    lines.append(at_least("any method of thinwire, compute-bound", NOT_SLOWER, _ratios(idle, ours)))
     judgements = [
         (row["auto"], _where(cell)) for cell in cells for row in cell["rows"] if row.get("auto") is not None
     ]
@@ -244,12 +244,12 @@ def summary(cells: Sequence[Cell], device: str = "cpu") -> list[dict[str, Any]]:
         for choice, at in judgements
         if choice["prediction_error"] is not None
     ]
-    lines.append(_at_least("auto to the best fixed choice", NEAR_BEST, near))
+    lines.append(at_least("auto to the best fixed choice", NEAR_BEST, near))
     lines.append(_at_most("error of auto's predictions, largest", WORST_ERROR[device], errors))
     usual = [(statistics.median(error for error, _ in errors), "")] if errors else []
     lines.append(_at_most("error of auto's predictions, median", USUAL_ERROR, usual))
     equal = [(float(row["replicas_equal"]), _where(cell, row)) for cell in cells for row in cell["rows"]]
-    lines.append(_at_least("replicas equal", 1.0, equal))
+    lines.append(at_least("replicas equal", 1.0, equal))
     return lines
 
 
@@ -259,14 +259,14 @@ def _gpu_targets(cells: Sequence[Cell], ours: Sequence[str]) -> list[dict[str, A
     fast = [cell for cell in cells if cell["link"] == "40gbit"]
     bound = [cell for cell in fast if cell["communication_share"] > BOUND["cuda"]]
     lines = [
-        _at_least(f"{method} to plain DDP, communication-bound, 40gbit", target, _ratios(bound, [method]))
+        at_least(f"{method} to plain DDP, communication-bound, 40gbit", target, _ratios(bound, [method]))
         for method, target in FAST_LINK.items()
     ]
-    lines.append(_at_least("any method of thinwire to plain DDP, 40gbit", 1.0, _ratios(fast, ours)))
+    lines.append(at_least("any method of thinwire to plain DDP, 40gbit", 1.0, _ratios(fast, ours)))
     lossy = [method for method in ours if method not in ("fp32", "fp16", "bf16", AUTO)]
     slow = [cell for cell in throttled if cell["link"] == "10gbit"]
-    lines.append(_at_least("any lossy recipe to torch's bf16 hook, 10gbit", 1.0, _beside(slow, lossy, BRAIN)))
-    lines.append(_at_least("powersgd to torch's hook", 1.0, _beside(throttled, ["powersgd"], POWER)))
+    lines.append(at_least("any lossy recipe to torch's bf16 hook, 10gbit", 1.0, _beside(slow, lossy, BRAIN)))
+    lines.append(at_least("powersgd to torch's hook", 1.0, _beside(throttled, ["powersgd"], POWER)))
     added = [
         (row["host_s"] - cell["calls_s"], _where(cell, row))
         for cell in cells
@@ -302,7 +302,8 @@ def _where(cell: Cell, row: dict[str, Any] | None = None) -> str:
     return f"{method}{cell['network']}, {cell['hosts']} hosts, {cell['link']}"
 
 
-def _at_least(what: str, target: float, values: Found) -> dict[str, Any]:
+def at_least(what: str, target: float, values: Found) -> dict[str, Any]:
+    """Return one line of a summary: whether the smallest value reaches the target."""
     return _judge(what, f">= {target:g}", values, min, lambda value: value >= target)
 
 

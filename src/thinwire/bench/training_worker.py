@@ -226,7 +226,7 @@ def _rows(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: float) 
     take_turns(trainees, data, seconds)
     for trainee in trainees:
         time_host(trainee, data)
-    times = _slowest([each.times for each in trainees])
+    times = slowest([each.times for each in trainees])
     return [
         {
             "method": trainee.method,
@@ -258,9 +258,9 @@ def warm_up(trainee: Trainee, data: tuple[Tensor, Tensor], turn_s: float) -> Non
     trainee.turn(data, steps - 1)
     while trainee.done < MOST_WARMUP and not trainee.settled:
         trainee.step(*data)
-    step_s = _slowest([[trainee.turn(data, 1)]])[0][0]
+    step_s = slowest([[trainee.turn(data, 1)]])[0][0]
     if step_s < turn_s:  # that step may have included one-time work
-        step_s = _slowest([[trainee.turn(data, usual)]])[0][0]
+        step_s = slowest([[trainee.turn(data, usual)]])[0][0]
     kind = data[0].device.type
     fewest = FEWEST_STEPS[kind] if step_s < SHORT_S[kind] else 1
     trainee.steps = max(fewest, min(MOST_STEPS, int(turn_s / step_s)))
@@ -273,7 +273,7 @@ def take_turns(trainees: list[Trainee], data: tuple[Tensor, Tensor], seconds: fl
         first = turn % len(trainees)
         for trainee in trainees[first:] + trainees[:first]:
             trainee.times.append(trainee.turn(data, trainee.steps))
-        if _first_says(turn + 1 >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds):
+        if first_says(turn + 1 >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds):
             return
 
 
@@ -300,14 +300,15 @@ def _here(values: Any, dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _first_says(yes: bool) -> bool:
+def first_says(yes: bool) -> bool:
     """Return rank 0's value on all ranks."""
     decision = _here([yes], torch.uint8)
     dist.broadcast(decision, 0)
     return bool(decision.item())
 
 
-def _slowest(times: list[list[float]]) -> list[list[float]]:
+def slowest(times: list[list[float]]) -> list[list[float]]:
+    """Return the longest time of all ranks, element by element."""
     longest = _here(times, torch.float64)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return longest.tolist()

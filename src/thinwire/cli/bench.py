@@ -1,5 +1,6 @@
 """The verbs of `thinwire bench`."""
 
+import json
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -127,6 +128,51 @@ def bench_training(  # noqa: PLR0913
     run = partial(training.run, seconds=seconds, device=device, commit=commit, known=known, keep=keep)
     bench = SimpleNamespace(run=run, tables=training.tables)
     _report(bench, name, (networks, places, methods), save, commit, as_json)
+
+
+@app.command("parallel")
+def bench_parallel(  # noqa: PLR0913
+    device: Device = "cpu",
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Only these: fsdp, hsdp.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=2)
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Only this link: loopback, or a rate such as 1gbit.")
+    ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", help="Only these beside fp32: bf16, or any recipe.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds of timed steps for each kind, hosts and link.")
+    ] = 10.0,
+    add: Annotated[
+        bool, typer.Option("--add", help="Add to the saved file; what it has is not measured again.")
+    ] = False,
+    save: Save = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """Measure sharded, tensor, pipeline and expert parallelism between throttled hosts; links need root.
+
+    With --save, each measurement is saved when it is done. To continue a stopped run, use --add.
+    """
+    from thinwire import machine
+    from thinwire.bench import parallel
+
+    name = f"parallel-{device}"
+    places = [(hosts or 2, link or "1gbit")] if hosts or link else None
+    path = save / f"{name}.json" if save else None
+    known = json.loads(path.read_text())["cells"] if add and path is not None and path.exists() else ()
+
+    def keep(result: dict[str, Any]) -> None:
+        if save:
+            result["commit"] = commit or result["commit"]
+            machine.save(result, save, name)
+
+    run = partial(parallel.run, seconds=seconds, device=device, known=known, keep=keep)
+    bench = SimpleNamespace(run=run, tables=parallel.tables)
+    _report(bench, name, (kinds, places, methods), save, commit, as_json)
 
 
 @app.command("simulate")

@@ -65,6 +65,7 @@ class ShardedGroup:
     inner: Any = field(repr=False)  #: torch's FSDPParamGroup
     present: tuple[ShardedParameter, ...] = ()  #: those with gradients, in the backward pass that just ended
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)  #: kept by a handle
+    phase: object = None  #: of the policy, in the last reduction
     _before: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property

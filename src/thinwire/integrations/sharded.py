@@ -222,18 +222,17 @@ class ShardedHandle:
         key = direction.name, tuple(map(id, parameters)), phase, weight, given.dtype, given.device
         if key not in group.plans:
             rules = [direction.rule(each.info, step, self.epoch) for each in parameters]
-            call = group.plans[key] = calls.make(direction, parameters, rules, runtime, given, weight)
-            if call is not None and direction is self.gradients:
-                self._switch(call, parameters, given, runtime.world)
+            group.plans[key] = calls.make(direction, parameters, rules, runtime, given, weight)
+        if direction is self.gradients and group.phase != phase:
+            group.phase = phase
+            self._switch(parameters, step, given, runtime.world)
         known: ShardCall | None = group.plans[key]
         return known
 
-    def _switch(
-        self, call: ShardCall, parameters: Sequence[ShardedParameter], given: Tensor, world: int
-    ) -> None:
+    def _switch(self, parameters: Sequence[ShardedParameter], step: int, given: Tensor, world: int) -> None:
         """If a parameter's codec has changed, add the residual of the old one to its gradient."""
-        for parameter, codec in zip(parameters, call.codecs, strict=True):
-            name = parameter.info.name
+        for parameter in parameters:
+            name, codec = parameter.info.name, self.gradients.rule(parameter.info, step, self.epoch).codec
             before = self.gradients.codecs.get(name, codec)
             if before != codec and before in self.gradients.channels:
                 channel = self.gradients.channels[before]

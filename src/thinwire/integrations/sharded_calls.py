@@ -101,7 +101,6 @@ class ShardCall:
     """A reduce-scatter or an all-gather of a group's parameters."""
 
     plan: ShardPlan
-    codecs: tuple[str, ...]  #: of each parameter
     direct: bool  #: whether codecs read and write the tensors' own dtype
     sent_nbytes: int
 
@@ -152,7 +151,7 @@ def make(
     )
     direct = all(item.codec.reads(like.dtype, like.device) for item in items)
     nbytes = sum(part.codec.nbytes(part.numel) for batch in plan.batches for part in batch.items)
-    return ShardCall(plan, codecs, direct, (runtime.world - 1) * nbytes)
+    return ShardCall(plan, direct, (runtime.world - 1) * nbytes)
 
 
 def _call(

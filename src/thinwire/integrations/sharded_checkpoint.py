@@ -78,6 +78,7 @@ def load(handle: "ShardedHandle", state: Mapping[str, Any]) -> None:
     handle.step, handle.epoch = state["step"], state["epoch"]
     for group in handle.groups:
         group.plans.clear()
+        group.phase = None
 
 
 def check(state: Mapping[str, Any]) -> dict[str, dict[str, Channel]]:

@@ -1,0 +1,175 @@
+"""Speed, bytes and errors of parallelism beyond DDP between emulated hosts: codecs against torch's own wires.
+
+A cell is one kind of parallelism in one place (hosts, link). Ratios are to torch in float32 in the same run.
+The communication share is that of float32: 1 - (a step that sends nothing) / (a step).
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from thinwire import machine
+from thinwire.bench.formats import Progress, Table
+from thinwire.bench.training import LOOPBACK, at_least, failure
+from thinwire.errors import InputError, LabError, unknown
+from thinwire.lab import Lab
+
+Cell = dict[str, Any]
+PLACES = {
+    "cpu": ((2, "100mbit"), (4, "100mbit"), (2, "1gbit"), (4, "1gbit")),
+    "cuda": ((2, "10gbit"), (4, "10gbit")),
+}
+PLAIN, HALF, COMPUTE = "fp32", "bf16", "compute only"
+PATIENCE_S = 120.0
+BOUND = 0.8  # communication share above which targets hold
+OVER_PLAIN, OVER_HALF = 3.0, 1.6  # targets of int8
+COLUMNS = ("kind", "method", "step ms", "to fp32", "to bf16", "sent MB", "interface MB", "gradient error")
+
+
+def run(
+    kinds: Sequence[str] | None = None,
+    places: Sequence[tuple[int, str]] | None = None,
+    methods: Sequence[str] | None = None,
+    progress: Progress = lambda _: None,
+    *,
+    seconds: float = 10.0,
+    device: str = "cpu",
+    known: Sequence[Cell] = (),
+    keep: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure every kind in every place; `seconds` is the time for one cell's rounds.
+
+    Cells in `known` are not measured again. `keep` gets the result so far after every cell.
+    """
+    from thinwire.bench.parallel_kinds import KINDS  # torch's FSDP takes a while to import
+
+    if device != "cpu":
+        machine.default_numel(device)  # raises if there is no such device
+    for name in kinds or ():
+        if name not in KINDS:
+            raise InputError(unknown("kind", name, KINDS))
+    done: dict[tuple[int, str, str], Cell] = {_place(cell): cell for cell in known}
+    for hosts, link in places or PLACES[device]:
+        fits = [kind for kind in kinds or KINDS if hosts % KINDS[kind].world == 0]
+        wanted = [kind for kind in fits if (hosts, link, kind) not in done]
+        if not wanted:
+            continue
+        progress(f"{hosts} hosts, {link}: {', '.join(wanted)}")
+        with Lab(hosts=hosts, link=link, device=device) as lab:
+            for cell in measure(lab, wanted, methods, seconds, device):
+                origin = {"commit": machine.commit(), "date": machine.now()}
+                done[hosts, link, cell["kind"]] = summed_up({"link": link, **origin, **cell})
+                keep(_result(done, device))
+    return _result(done, device)
+
+
+def _place(cell: Cell) -> tuple[int, str, str]:
+    return cell["hosts"], cell["link"], cell["kind"]
+
+
+def _result(done: dict[tuple[int, str, str], Cell], device: str) -> dict[str, Any]:
+    cells = list(done.values())
+    return machine.record({"device": device, "cells": cells, "summary": summary(cells), "absent": {}})
+
+
+def measure(
+    lab: Lab, kinds: Sequence[str], methods: Sequence[str] | None, seconds: float, device: str
+) -> Iterator[Cell]:
+    """Yield a cell for each kind in one place. If a rank fails, finished cells are yielded first."""
+    task = {
+        "kinds": list(kinds),
+        "methods": list(methods or ()),
+        "seconds": seconds,
+        "patience_s": PATIENCE_S,
+        "device": device,
+    }
+    command = [sys.executable, "-m", "thinwire.bench.parallel_worker", json.dumps(task)]
+    done = lab.run(command, timeout_s=len(kinds) * (2 * PATIENCE_S + 4 * seconds), echo=False)
+    for line in done.outputs[0].splitlines():
+        if line.startswith("RESULT "):
+            yield json.loads(line.removeprefix("RESULT "))
+    if not done.ok:
+        raise LabError(f"{', '.join(kinds)} on {lab}: {failure(done)}")
+
+
+def summed_up(cell: Cell) -> Cell:
+    """Return a cell with medians and ratios; "compute only" becomes the communication share."""
+    rows = {row["method"]: _with_medians(row) for row in cell["rows"]}
+    alone = rows.pop(COMPUTE, None)
+    half = rows.get(HALF)
+    for row in rows.values():
+        row["ratio_to_bf16"] = row["ratio_to_fp32"] / half["ratio_to_fp32"] if half else None
+    share = None if alone is None else 1 - 1 / alone["ratio_to_fp32"]
+    return {
+        **cell,
+        "rows": list(rows.values()),
+        "compute_s": None if alone is None else alone["step_s"],
+        "communication_share": share,
+    }
+
+
+def _with_medians(row: dict[str, Any]) -> dict[str, Any]:
+    ratios = [plain / own for plain, own in zip(row["plain_times_s"], row["times_s"], strict=True)]
+    return {
+        **row,
+        "step_s": statistics.median(row["times_s"]),
+        "ratio_to_fp32": statistics.median(ratios),
+    }
+
+
+def summary(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return a line per target of int8 where communication takes most of a step."""
+    bound = [cell for cell in cells if (cell["communication_share"] or 0) > BOUND]
+    lines = []
+    for key, target in (("ratio_to_fp32", OVER_PLAIN), ("ratio_to_bf16", OVER_HALF)):
+        values = [
+            (row[key], f"{cell['kind']}, {cell['hosts']} hosts, {cell['link']}")
+            for cell in bound
+            for row in cell["rows"]
+            if row["method"] == "int8" and row[key] is not None
+        ]
+        what = key.removeprefix("ratio_to_")
+        lines.append(at_least(f"int8 to {what}, communication share above 80 %", target, values))
+    return lines
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return one table per place, and one of the targets."""
+    all_tables: list[Table] = []
+    for hosts, link in dict.fromkeys((cell["hosts"], cell["link"]) for cell in result["cells"]):
+        cells = [cell for cell in result["cells"] if (cell["hosts"], cell["link"]) == (hosts, link)]
+        shares = ", ".join(
+            f"{each['kind']} {each['communication_share']:.0%}"
+            for each in cells
+            if each["communication_share"] is not None
+        )
+        title = f"{hosts} hosts, {link}; communication share in float32: {shares}"
+        all_tables.append((title, COLUMNS, [_line(cell, row) for cell in cells for row in cell["rows"]]))
+    targets: list[tuple[str, ...]] = [
+        (
+            line["what"],
+            line["target"],
+            "" if line["worst"] is None else f"{line['worst']:.2f}",
+            line["where"],
+            {True: "yes", False: "NO", None: "not measured"}[line["met"]],
+        )
+        for line in result["summary"]
+    ]
+    all_tables.append(("targets", ("target", "", "worst", "where", "met"), targets))
+    return all_tables
+
+
+def _line(cell: Cell, row: dict[str, Any]) -> tuple[str, ...]:
+    sent, error, half = row["sent_nbytes"], row["gradient_error"], row["ratio_to_bf16"]
+    return (
+        cell["kind"],
+        row["method"],
+        f"{row['step_s'] * 1e3:.1f}",
+        f"{row['ratio_to_fp32']:.2f}",
+        "" if half is None else f"{half:.2f}",
+        "" if sent is None else f"{sent / 1e6:.2f}",
+        f"{row['interface_nbytes'] / 1e6:.2f}" if cell["link"] != LOOPBACK else "",
+        "" if error is None else f"{error:.2g}",
+    )

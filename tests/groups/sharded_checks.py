@@ -1,0 +1,525 @@
+"""What ranks of sharded models (FSDP2, HSDP) do, on a CPU over gloo or on a GPU over NCCL, and compare.
+
+Calls are compared with an answer of their own: codecs that encode and decode on a CPU, one tensor at a time.
+"""
+
+import copy
+import io
+import math
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from start_program import digest, raises
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import thinwire
+from thinwire import Channel, CodecError, InputError, Stream, codecs, policy
+from thinwire.integrations import reshard
+from thinwire.integrations.fsdp_seam import sharded_groups
+from thinwire.policy import Policy, Rule
+
+WIDTH, MORE = 37, 307  # of a layer: neither is divisible by 2, 3 or 4
+RECIPES = (
+    "int8",
+    "int4",
+    "onebit",
+    "fp8",
+    "qsgd4",
+    "bf16",
+    "int8/tensor",
+    "topk/0.05+ef",
+    "int4/128+ef:8bit",
+)
+EXACT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+SEED = 5
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, MORE), nn.LayerNorm(MORE), nn.Linear(MORE, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.up(x)).relu())
+
+
+class Net(nn.Module):
+    """Two blocks, an unused layer, a frozen one, and a layer that is large enough to be cut into pieces."""
+
+    def __init__(self, unused=False):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 300)
+        self.unused = nn.Linear(WIDTH, 290) if unused else None
+
+    def forward(self, x):
+        return self.head(self.frozen(self.blocks(x)))
+
+
+def meshed(device, *shape):
+    names = ("replicas", "shards")[-len(shape) :]
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def build(device, mesh, net=None, **options):
+    torch.manual_seed(0)
+    net = (net or Net)().to(device)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def batch(device, rank, step):
+    made = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, WIDTH, generator=made).to(device)
+
+
+def train(net, device, rank, steps, first=0, lr=0.05):
+    optimizer = torch.optim.SGD(net.parameters(), lr)
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        (net(batch(device, rank, step)) - 1).square().mean().backward()
+        optimizer.step()
+
+
+def weights(net):
+    return [each.full_tensor().detach().cpu() for each in net.parameters()]
+
+
+def gradients_of(net):
+    return [each.grad.full_tensor().clone() for each in net.parameters() if each.grad is not None]
+
+
+def residuals_of(handle):
+    return [each for channel in handle.gradients.channels.values() for each in channel.residuals.values()]
+
+
+def everyone(thing):
+    things = [None] * dist.get_world_size()
+    dist.all_gather_object(things, thing)
+    return things
+
+
+@contextmanager
+def watched(handle, method):
+    """The calls that FSDP makes: copies of what went in and of what came out."""
+    calls, inner = [], getattr(handle, method)
+
+    def watch(group, output, given, *more):
+        before = given.detach().clone()
+        did = inner(group, output, given, *more)
+        calls.append((group, tuple(group.present), before.cpu(), output.detach().clone().cpu(), did))
+        return did
+
+    for group in handle.groups:
+        comm = group.inner._reduce_scatter_comm if method == "reduce" else group.inner._all_gather_comm
+        setattr(comm, {"reduce": "reduce", "gather": "gather"}[method], watch)
+    yield calls
+
+
+def parts(parameters, row):
+    """Every parameter and its place in a row."""
+    at = 0
+    for each in parameters:
+        yield each, slice(at, at + each.numel)
+        at += each.numel
+    assert at == row
+
+
+def encoded(channel, rows, name, rng):
+    """A rank's rows [world, numel] after a trip, by the codec alone; it keeps residuals as a plan does."""
+    wire = channel.encode(rows.float(), f"{name}/sent", rng)
+    return channel.decode(wire, rows.shape[1])
+
+
+def codec_of(rules, tensor, dtype):
+    chosen = rules.route(tensor).codec
+    return EXACT[dtype] if chosen == "fp32" else chosen
+
+
+def expected_reduction(rules, calls, world, channels, step):
+    """What every call should have written: the mean of all ranks' rows after a trip, in rank order."""
+    for _, present, given, output, _ in calls:
+        dtype, mine = given.dtype, given.view(world, -1)
+        total = torch.zeros(output.shape)
+        for parameter, place in parts(present, output.numel()):
+            codec = codec_of(rules, parameter.info, dtype)
+            name = parameter.info.name
+            rng = Stream(SEED, step=step, rank=dist.get_rank(), tensor=f"{name}/sent")
+            rng = rng if codecs.get(codec).needs_rng else None
+            channel = channels.setdefault(codec, Channel(codec))
+            trip = encoded(channel, mine[:, place], name, rng)
+            all_of_them = everyone(trip)
+            sums = None
+            for each in all_of_them:
+                part = each[dist.get_rank()] * (1.0 / world)
+                sums = part if sums is None else sums + part
+            total[place] = sums
+        yield output, total.to(dtype)
+
+
+# Checks: each takes a device, this rank and the number of ranks
+
+
+def bits(device, rank, world):
+    """Every codec gives the bits of its codec on a CPU, with residuals over steps; gradients of any dtype."""
+    mesh = meshed(device, world)
+    for dtype in (torch.float32, torch.bfloat16):
+        dtypes = MixedPrecisionPolicy(dtype, dtype)
+        for recipe in RECIPES if dtype == torch.float32 else ("int8", "int4"):
+            net = build(device, mesh, mp_policy=dtypes)
+            handle = thinwire.attach(net, recipe, seed=SEED)
+            rules, channels = policy.get(recipe), {}
+            for step in range(1, 4):
+                with watched(handle, "reduce") as calls:
+                    train(net, device, rank, 1, first=step)
+                assert handle.step == step, (recipe, handle.step)
+                assert [call[-1] for call in calls] == [True] * 3, recipe
+                for found, wanted in expected_reduction(rules, calls, world, channels, step):
+                    assert torch.equal(found, wanted), (recipe, dtype, step, (found - wanted).abs().max())
+
+
+def gathered(device, rank, world):
+    """Weights that all ranks compute with are the decoded ones, the same in both passes of a step."""
+    mesh = meshed(device, world)
+    for recipe in ("int8", "int4/128", "qsgd4/512", "bf16"):
+        net = build(device, mesh)
+        handle = thinwire.attach(net, "fp32", weights=recipe, seed=SEED)
+        with watched(handle, "gather") as calls:
+            train(net, device, rank, 1)
+        by_group = {}
+        for group, _, given, output, did in calls:
+            assert did, recipe
+            by_group.setdefault(group.index, []).append((given, output))
+            own = output.view(world, -1)[rank]
+            for each, place in parts(group.parameters, own.numel()):
+                codec = codec_of(policy.get(recipe), each.info, torch.float32)
+                rng = Stream(SEED, step=0, rank=rank, tensor=f"{each.info.name}/sent")
+                rng = rng if codecs.get(codec).needs_rng else None
+                wanted = codecs.get(codec).decode(codecs.get(codec).encode(given[place], rng), each.numel)
+                assert torch.equal(own[place], wanted), (recipe, each.info.name)
+            assert len(set(everyone(digest([output])))) == 1, (recipe, "ranks hold other weights")
+        assert {len(each) for each in by_group.values()} == {1, 2}, "the root is gathered once, blocks twice"
+        for pair in by_group.values():
+            assert all(torch.equal(each[1], pair[0][1]) for each in pair), (recipe, "backward has other bits")
+
+
+def plain(device, rank, world):
+    """With fp32, and once detached, a model trains as without thinwire, bit for bit."""
+    mesh = meshed(device, world)
+    reference = build(device, mesh)
+    train(reference, device, rank, 3)
+    net = build(device, mesh)
+    handle = thinwire.attach(net, "fp32", weights="fp32")
+    train(net, device, rank, 2)
+    assert handle.step == 2
+    handle.detach()
+    train(net, device, rank, 1, first=2)
+    assert handle.step == 2
+    assert digest(weights(net)) == digest(weights(reference))
+    again = build(device, mesh)
+    lossy = thinwire.attach(again, "int4")
+    assert thinwire.integrations.attached(again) is lossy
+    exact = thinwire.attach(again, "fp32")  # takes the place of the first
+    assert thinwire.integrations.attached(again) is exact
+    train(again, device, rank, 3)
+    assert (lossy.step, exact.step) == (0, 3)
+    assert digest(weights(again)) == digest(weights(reference))
+
+
+def replicas(device, rank, world):
+    """HSDP: replicas end equal; only the all-reduce is compressed, or the reduce-scatter too."""
+    mesh = meshed(device, 2, world // 2)
+    reference = build(device, mesh)
+    train(reference, device, rank, 4)
+    wanted = torch.cat([each.flatten() for each in weights(reference)])
+    start = torch.cat([each.flatten() for each in weights(build(device, mesh))])
+    for recipe, inside, bound in (
+        ("fp32", None, 0.0), ("int8", None, 0.02), ("int4", "int8", 0.3), ("powersgd", None, 2.0),
+        ("onebit", "fp32", 2.0),
+    ):  # fmt: skip
+        net = build(device, mesh)
+        handle = thinwire.attach(net, recipe, inside=inside, seed=SEED)
+        train(net, device, rank, 4)
+        mine = [each.to_local() for each in net.parameters()]
+        copies = everyone((rank % (world // 2), digest(mine)))
+        assert len(set(copies)) == world // 2, (recipe, "replicas differ")
+        found = torch.cat([each.flatten() for each in weights(net)])
+        error = ((found - wanted).norm() / (wanted - start).norm()).item()
+        assert error <= bound, (recipe, inside, error)
+        assert (error > 0) == (recipe != "fp32"), (recipe, error)
+        sent = handle.stats()["directions"]
+        assert sent["replicas"]["sent_nbytes"] <= sent["replicas"]["plain_nbytes"] * (
+            1 if recipe == "fp32" else 0.5
+        )
+        assert (sent["gradients"]["sent_nbytes"] < sent["gradients"]["plain_nbytes"]) == (inside == "int8")
+
+
+def accumulation(device, rank, world):
+    """Micro-batches without communication, and several reductions: as torch, but for what a codec loses."""
+    mesh = meshed(device, world)
+    sums = {}
+    for recipe in (None, "int8"):
+        net = build(device, mesh)
+        handle = thinwire.attach(net, recipe) if recipe else None
+        for micro in range(3):
+            net.set_requires_gradient_sync(micro == 2)
+            (net(batch(device, rank, micro)) - 1).square().mean().backward()
+        sums[recipe] = gradients_of(net)
+        assert handle is None or handle.step == 1, "three passes, one reduction"
+        net.set_requires_gradient_sync(True)
+        for micro in range(2):
+            (net(batch(device, rank, micro)) - 1).square().mean().backward()
+        sums[recipe] += gradients_of(net)
+        assert handle is None or handle.step == 3
+    for one, other in zip(sums["int8"], sums[None], strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+    assert any(not torch.equal(one, other) for one, other in zip(sums["int8"], sums[None], strict=True))
+
+
+def options(device, rank, world):  # noqa: C901, PLR0915
+    """Unused parameters, checkpointed activations, resharding, clipping, meta devices, divide factors."""
+    mesh = meshed(device, world)
+
+    def compare(make, run, recipe="int8", bound=0.02):
+        gradients = []
+        for codec in (None, recipe):
+            net = make()
+            if codec:
+                thinwire.attach(net, codec)
+            run(net)
+            gradients.append(
+                torch.cat(
+                    [each.grad.full_tensor().flatten() for each in net.parameters() if each.grad is not None]
+                )
+            )
+        error = ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item()
+        assert 0 < error <= bound, (error, recipe)
+        return gradients
+
+    def backward(net):
+        (net(batch(device, rank, 0)) - 1).square().mean().backward()
+
+    compare(lambda: build(device, mesh, partial(Net, unused=True)), backward)
+    for after in (False, True, *([2] if world == 4 else [])):
+        compare(lambda after=after: build(device, mesh, reshard_after_forward=after), backward)
+
+    def checkpointed():
+        torch.manual_seed(0)
+        net = Net()
+        net.blocks = nn.Sequential(*(checkpoint_wrapper(each) for each in net.blocks))
+        return build(device, mesh, lambda: net)
+
+    compare(checkpointed, backward)
+    names = [each.info.name for group in sharded_groups(checkpointed()) for each in group.parameters]
+    assert "blocks.0.up.weight" in names, names
+
+    def divided(net):
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(0.5)
+                module.set_force_sum_reduction_for_comms(True)
+        backward(net)
+
+    one, _ = compare(lambda: build(device, mesh), divided)
+    other, _ = compare(lambda: build(device, mesh), backward)
+    assert torch.allclose(one, other * world / 0.5, rtol=1e-4, atol=1e-5)
+
+    def clipped(net):
+        backward(net)
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        assert norm.full_tensor() > 1e-3
+
+    compare(lambda: build(device, mesh), clipped)
+    net = build(torch.device("meta"), mesh)
+    handle = thinwire.attach(net, "int8", weights="int8")
+    net.to_empty(device=device)
+    for each in net.parameters():
+        nn.init.constant_(each, 0.01)
+    train(net, device, rank, 2)
+    assert handle.step == 2
+    assert all(each.isfinite().all() for each in weights(net))
+    compiled = build(device, mesh)
+    thinwire.attach(compiled, "int8")
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+    train(compiled, device, rank, 2)
+    eager = build(device, mesh)
+    thinwire.attach(eager, "int8")
+    train(eager, device, rank, 2)
+    for one, other in zip(weights(compiled), weights(eager), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def not_finite(device, rank, world):
+    """NaN and infinity of one rank reach all ranks' gradients, and do not spoil the next step."""
+    mesh = meshed(device, world)
+    for recipe in ("int8", "int4", "onebit"):
+        net = build(device, mesh)
+        thinwire.attach(net, recipe, weights="int8")
+        x = batch(device, rank, 0)
+        if rank == world - 1:
+            x[0, 0] = math.nan
+        (net(x) - 1).square().mean().backward()
+        head = net.head.weight.grad.full_tensor()
+        assert not head.isfinite().all(), recipe
+        for each in net.parameters():
+            each.grad = None
+        (net(batch(device, rank, 1)) - 1).square().mean().backward()
+        assert all(
+            each.grad.full_tensor().isfinite().all() for each in net.parameters() if each.grad is not None
+        )
+
+
+def resumed(device, rank, world):
+    """A state goes on with the same bits, through a file; it is a snapshot; a damaged one changes nothing."""
+    mesh = meshed(device, world)
+    net = build(device, mesh)
+    handle = thinwire.attach(net, "int4", seed=SEED)
+    train(net, device, rank, 3)
+    kept = copy.deepcopy([each.detach().clone() for each in net.parameters()])
+    state = handle.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    train(net, device, rank, 3, first=3)
+    file.seek(0)
+    again = build(device, mesh)
+    with torch.no_grad():
+        for each, value in zip(again.parameters(), kept, strict=True):
+            each.copy_(value)
+    other = thinwire.attach(again, "int4", seed=SEED)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    train(again, device, rank, 3, first=3)
+    assert digest(weights(again)) == digest(weights(net))
+    for wrong in (
+        {}, {**state, "version": 2}, {**state, "world": world + 1}, {**state, "policies": "name = 'x'"},
+        {**state, "channels": {"gradients": {"int4/128+ef": {}}}},
+        {**state, "pending": {"no": torch.ones(2)}},
+        {**state, "rank": (rank + 1) % world}, {key: each for key, each in state.items() if key != "dims"},
+    ):  # fmt: skip
+        before = digest(
+            [each for channel in other.gradients.channels.values() for each in channel.residuals.values()]
+        )
+        raises(InputError, "", other.load_state_dict, wrong)
+        after = digest(
+            [each for channel in other.gradients.channels.values() for each in channel.residuals.values()]
+        )
+        assert before == after
+
+
+def resharded(device, rank, world):
+    """Residuals move to another mesh: gradients and residuals there add up to what the first mesh owed."""
+    flat, square = meshed(device, world), meshed(device, 2, world // 2)
+    for recipe in ("onebit", "int4"):
+        for first, second in ((flat, square), (square, flat), (flat, flat)):
+            net = build(device, first)
+            handle = thinwire.attach(net, recipe)
+            train(net, device, rank, 3)
+            owed = reshard(everyone(handle.state_dict()), handle.shapes)
+            target = build(device, second)
+            taker = thinwire.attach(target, recipe)
+            taker.load_state_dict(owed)
+            assert taker.step == 3
+            (target(batch(device, rank, 0)) * 0).sum().backward()
+            assert not taker.pending, "all of it was added to the first gradients"
+            left = reshard(everyone(taker.state_dict()), taker.shapes)["pending"]
+            for name, each in target.named_parameters():
+                if name in owed["pending"]:
+                    assert owed["pending"][name].norm() > 0, name
+                    wanted = owed["pending"][name].cpu()
+                    found = each.grad.full_tensor().cpu() + left[name].cpu()
+                    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+            assert "head.weight" in owed["pending"]
+            raises(InputError, "not of one run", reshard, everyone(handle.state_dict())[:-1], handle.shapes)
+
+
+def phases(device, rank, world):
+    """Rules by step: when a codec changes, its residual is added to the next gradient."""
+    mesh = meshed(device, world)
+    rules = Policy("two", (Rule("onebit/512+ef", min_ndim=2, last_step=1), Rule("fp32")))
+    net = build(device, mesh)
+    handle = thinwire.attach(net, rules)
+    zero = [torch.zeros(each.shape) for each in weights(net)]
+    sums = [each.clone() for each in zero]
+    for step in range(3):
+        for each in net.parameters():
+            each.grad = None
+        (net(batch(device, rank, step)) - 1).square().mean().backward()
+        for total, each in zip(sums, net.parameters(), strict=True):
+            total += each.grad.full_tensor().cpu() if each.grad is not None else 0
+    assert not any(channel.residuals for channel in handle.gradients.channels.values())
+    exact = build(device, mesh)
+    wanted = [each.clone() for each in zero]
+    for step in range(3):
+        for each in exact.parameters():
+            each.grad = None
+        (exact(batch(device, rank, step)) - 1).square().mean().backward()
+        for total, each in zip(wanted, exact.parameters(), strict=True):
+            total += each.grad.full_tensor().cpu() if each.grad is not None else 0
+    for found, want in zip(sums, wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def refusals(device, rank, world):
+    """What cannot be done is refused, in words, on every rank; the model then still trains."""
+    mesh = meshed(device, world)
+    net = build(device, mesh)
+    raises(CodecError, "low-rank", thinwire.attach, net, "powersgd")
+    raises(CodecError, "agree", thinwire.attach, net, "aps8")
+    raises(CodecError, "feed back", thinwire.attach, net, "int8", weights="int4/128+ef")
+    raises(InputError, "auto is for", thinwire.attach, net, "auto")
+    raises(InputError, "HSDP", thinwire.attach, net, "int8", inside="int8")
+    raises(thinwire.PolicyError, "itn8", thinwire.attach, net, "itn8")
+    raises(InputError, "wrap it", thinwire.attach, Net(), "int8")
+    raises(thinwire.Disagreement, "attach", thinwire.attach, net, "int8" if rank else "int4")
+    own = build(device, mesh)
+    own.set_custom_reduce_scatter(type("Own", (), {})())
+    raises(InputError, "communication of its own", thinwire.attach, own, "int8")
+    thinwire.attach(net, "int8")
+    train(net, device, rank, 1)
+    assert all(each.isfinite().all() for each in weights(net))
+
+
+def counts(device, rank, world):
+    """Bytes are those of the codecs, and a summary says so."""
+    mesh = meshed(device, world)
+    net = build(device, mesh)
+    handle = thinwire.attach(net, "int8", weights="int8")
+    train(net, device, rank, 2)
+    stats = handle.stats()
+    groups = sharded_groups(net)
+    rules = policy.get("int8")
+
+    def nbytes(group, *, trained):
+        chosen = [each for each in group.parameters if not trained or not each.info.name.startswith("frozen")]
+        return (world - 1) * sum(
+            codecs.get(rules.route(each.info).codec).nbytes(each.numel) for each in chosen
+        )
+
+    wanted = 2 * sum(nbytes(group, trained=True) for group in groups)
+    assert stats["directions"]["gradients"]["sent_nbytes"] == wanted
+    passes = [1 if isinstance(group.inner.modules[0], Net) else 2 for group in groups]
+    wanted = 2 * sum(
+        count * nbytes(group, trained=False) for count, group in zip(passes, groups, strict=True)
+    )
+    assert stats["directions"]["weights"]["sent_nbytes"] == wanted
+    assert stats["sent_nbytes"] == sum(each["sent_nbytes"] for each in stats["directions"].values())
+    assert stats["steps"] == 2
+    assert stats["layers"]["head.weight"]["codec"] == "int8/256"
+    handle.summary()
+    silent = build(device, mesh)
+    alone = thinwire.attach(silent, "noop", weights="noop")
+    train(silent, device, rank, 2)
+    assert (alone.step, alone.sent_nbytes) == (2, 0)
+
+
+CHECKS = (
+    bits, gathered, plain, accumulation, options, not_finite, resumed, phases, refusals, counts,
+)  # fmt: skip
+SQUARE = (replicas, resharded)  #: for four ranks
