@@ -92,7 +92,7 @@ def _other_calls(rank, world):
 
 def _nccl(rank, world):
     from thinwire import collectives
-    from thinwire.runtimes.nccl_transport import Nccl
+    from thinwire.runtimes.nccl_transport import NcclTransport
     from thinwire.schedules import AllGather, AllReduce, AllToAll, SendRecv
 
     dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
@@ -100,7 +100,7 @@ def _nccl(rank, world):
     work = collectives.all_reduce(x, "int8/256", async_op=True)
     work.wait()
     assert x.sum().item() == 100 * world
-    transport = Nccl(dist.group.WORLD)
+    transport = NcclTransport(dist.group.WORLD)
     wire = torch.arange(64, dtype=torch.uint8, device="cuda")
     room = torch.zeros_like(wire)
     for request in (AllGather(wire, (64,)), AllToAll(wire, (64,), room), AllReduce(x), SendRecv()):

@@ -110,7 +110,7 @@ def test_a_precision_that_changes_is_recorded_anew():
 
 def test_a_step_that_must_look_says_so_and_leaves_the_stream():
     here = torch.cuda.current_stream()
-    with pytest.raises(InputError, match="cannot be recorded: where the bits of exact sums lie"):
+    with pytest.raises(InputError, match="cannot be recorded: exact sums must first scan operands"):
         trained("cnn", True, recipe="positnn/16+quire")
     assert torch.cuda.current_stream() == here
     assert torch.ones(3, device="cuda").sum().item() == 3

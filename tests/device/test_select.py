@@ -224,6 +224,7 @@ def test_tiles_with_places_that_are_none_become_nan(codec):
 @needs_gpu
 @pytest.mark.parametrize("spec", ["topk/0.01", "mstopk/0.01", "threshold/2~cap0.1", "topk/0.01~int8/256"])
 @pytest.mark.parametrize("numel", [3000, 1_000_003])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_does_not_wait(spec, numel):
     codec = codecs.get(spec)
     x, residual = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")

@@ -135,5 +135,5 @@ def digest(tensors):
     """Of the bits of some tensors."""
     found = hashlib.sha256()
     for x in tensors:
-        found.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]

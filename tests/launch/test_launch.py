@@ -143,6 +143,28 @@ def test_a_worker_runs_the_script_as_python_does(begin, finish, monkeypatch):
     assert trace.endswith('KeyError: "this is the script\'s own error"\n')
 
 
+#: A script that knows nothing of thinwire.
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.ReLU(), torch.nn.Linear(200, 100))
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+fully_shard(net[0], mesh=mesh)
+fully_shard(net, mesh=mesh)
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+for _ in range(3):
+    optimizer.zero_grad()
+    net(torch.randn(4, 100)).square().mean().backward()
+    optimizer.step()
+print("trained")
+dist.destroy_process_group()
+"""
+
+
 @pytest.fixture
 def worker(monkeypatch):
     """A function that makes the models of a worker in this process, and what rank 0 said."""
@@ -150,8 +172,8 @@ def worker(monkeypatch):
     monkeypatch.setattr(
         DistributedDataParallel, "register_comm_hook", DistributedDataParallel.register_comm_hook
     )
-    for kind in (FullyShardedDataParallel, FSDPState):
-        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    monkeypatch.setattr(FullyShardedDataParallel, "__init__", FullyShardedDataParallel.__init__)
+    monkeypatch.setattr(FSDPState, "_lazy_init", FSDPState._lazy_init)
     started = []
     for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         monkeypatch.setattr(module, "start_processes", lambda *words, **_: started.append(words))
@@ -207,7 +229,21 @@ def test_models_of_one_script_round_with_random_numbers_of_their_own(worker, mon
     assert len(set(seeds)) == len(nets)
 
 
-def test_fsdp_is_not_compressed_and_said_at_once(worker):
+def test_fsdp1_is_not_compressed_and_said_at_once(worker):
+    models, said, _ = worker
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+        assert said == [f"thinwire: {launch_worker.FSDP1}: what it sends is not compressed"]
+        with pytest.raises(InputError, match="FSDP1. is not supported: use fully_shard"):
+            thinwire.attach(net, "int8")
+    finally:
+        dist.destroy_process_group()
+    assert models.summary() == f"thinwire: nothing was attached: {launch_worker.FSDP1}"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sharded_model_is_taken_at_its_first_pass(worker, own):
     models, said, _ = worker
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -215,12 +251,31 @@ def test_fsdp_is_not_compressed_and_said_at_once(worker):
         net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         for each in (*net, net):
             fully_shard(each, mesh=mesh)
-        assert said == [f"thinwire: {launch_worker.FSDP}: what FSDP sends is not compressed"]
-        with pytest.raises(InputError, match="FSDP is not supported: what it sends stays as torch sends it"):
-            thinwire.attach(net, "int8")
+        handle = thinwire.attach(net, "int4") if own else None
+        assert not models.hooks
+        net(torch.ones(2, 4)).sum().backward()
+        assert len(models.hooks) == 1, "the outermost module, once"
+        assert (models.hooks[0].handle() is handle) == own
+        assert models.hooks[0].handle().policy.name == ("int4" if own else "int8")
+        assert any("calls thinwire.attach itself" in line for line in said) == own
+        net(torch.ones(2, 4)).sum().backward()
+        assert len(models.hooks) == 1
+        assert models.summary().startswith(f"thinwire: {'int4' if own else 'int8'}: ")
     finally:
         dist.destroy_process_group()
-    assert models.summary() == f"thinwire: nothing was attached: {launch_worker.FSDP}"
+
+
+@pytest.mark.rest
+def test_an_unmodified_fsdp_script_is_compressed(begin, finish, tmp_path):
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    words = ("--nproc-per-node", "2", "--codec", "int4", "--weights", "int8", script)
+    ended = finish(begin("-m", "thinwire", "launch", *words))
+    assert ended.code == 0, ended.err
+    assert "thinwire: gradients: int4 on 2 of 4 tensors" in ended.err
+    assert "thinwire: weights: int8 on 2 of 4 tensors" in ended.err
+    assert "thinwire: int4: 3 steps, " in ended.err
+    assert ended.out.count("trained") == 2
 
 
 @pytest.mark.parametrize(

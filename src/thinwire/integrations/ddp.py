@@ -116,11 +116,11 @@ def _silent(_line: str) -> None:
 
 def _refusal(model: object) -> str:
     """Say why `attach` refuses a model."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import: half a second
+    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import: half a second
 
-    accepted = "attach takes a DistributedDataParallel model"
-    if isinstance(model, FSDPModule | FullyShardedDataParallel):
-        return f"{accepted}; FSDP is not supported: what it sends stays as torch sends it, uncompressed"
+    accepted = "attach takes a DistributedDataParallel model, or one that fully_shard was applied to"
+    if isinstance(model, FullyShardedDataParallel):
+        return f"{accepted}; FullyShardedDataParallel (FSDP1) is not supported: use fully_shard (FSDP2)"
     if isinstance(model, nn.DataParallel):
         return f"{accepted}; DataParallel has one process: use one for each GPU, and DistributedDataParallel"
     if isinstance(model, nn.Module):

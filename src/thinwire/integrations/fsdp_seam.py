@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api as api
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as defaults
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from thinwire import policy
 from thinwire.errors import InputError
@@ -242,6 +243,20 @@ def _parameter(param: Any, named: dict[int, TensorInfo]) -> ShardedParameter:
             "attach to the outermost module that fully_shard was applied to"
         )
     return ShardedParameter(info, param.padded_sharded_param_size.numel(), param.fsdp_placement.dim, param)
+
+
+def at_first_forward(take: Callable[[nn.Module], None]) -> None:
+    """Call a function with every outermost sharded module, when its first forward pass begins."""
+    initialize = FSDPState._lazy_init
+
+    @functools.wraps(initialize)
+    def lazy_init(state: Any) -> None:
+        first = state._is_root is None
+        initialize(state)
+        if first and state._is_root:
+            take(state._modules[0])
+
+    FSDPState._lazy_init = lazy_init  # type: ignore[method-assign]
 
 
 def is_plain(comm: object) -> bool:

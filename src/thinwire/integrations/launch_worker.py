@@ -1,12 +1,13 @@
-"""The program of every worker of `thinwire launch`: it runs the script and attaches to its DDP models.
+"""The program of every worker of `thinwire launch`: it runs the script and attaches to its models.
 
     python -m thinwire.integrations.launch_worker JOB [ARGUMENT ...]
 
 `DistributedDataParallel` stays the same class: only two of its methods are wrapped, so `isinstance`,
 subclasses and `from torch.nn.parallel import DistributedDataParallel as DDP` work as always. Each model is
-passed to `thinwire.attach` once it is made. If the script then registers its own hook, or calls
-`thinwire.attach` itself, that hook is used from then on, and a line says so. Another line says so at once if
-the script does what cannot be compressed here: it starts its own processes, or uses FSDP.
+passed to `thinwire.attach` once it is made. A model that `fully_shard` was applied to is passed to it at its
+first forward pass: only then it is known which module is the outermost. If the script registers its own hook,
+or calls `thinwire.attach` itself, that is used, and a line says so. Another line says so at once if the
+script does what cannot be compressed here: it starts its own processes, or uses FSDP1.
 """
 
 import atexit
@@ -25,23 +26,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.integrations import fsdp, fsdp_seam
 from thinwire.integrations.ddp import Slot, attach
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.job_status import Writer
 from thinwire.integrations.launcher import Job
 from thinwire.integrations.metrics_report import brief
 from thinwire.integrations.metrics_table import headline
+from thinwire.integrations.sharded import ShardedHandle
 
-NOT_MADE = "the script made no DistributedDataParallel model in this process"
+NOT_MADE = "the script made no DistributedDataParallel or fully_shard model in this process"
 ALONE = "there is one process only, which sends nothing; start more with --nproc-per-node"
 OWN_HOOK = "DDP registered a hook of its own, for mixed precision or for an optimizer in the backward pass"
 OTHERS = "the script uses a hook of its own"
+NO_AUTO = "auto is for DistributedDataParallel models; name a recipe for a sharded one, such as --codec int8"
 SPAWNED = "the script starts processes itself (torch.multiprocessing), which thinwire launch does not reach"
-FSDP = "the script uses FSDP, and thinwire launch compresses DistributedDataParallel models only"
+FSDP1 = "the script uses FullyShardedDataParallel, and thinwire compresses models of fully_shard (FSDP2)"
 #: Tells torch to use torchrun's store. Processes that a script starts itself have no such store, and would
 #: wait for it forever.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -54,14 +58,14 @@ class Hook:
 
     state: Any
     function: Callable[[Any, Any], Any]
-    ours: Handle | None = None
+    ours: Handle | ShardedHandle | None = None
     is_scripts: bool = False
     last: Mapping[str, Any] | None = None  #: statistics of a deleted model
 
-    def handle(self) -> Handle | None:
+    def handle(self) -> Handle | ShardedHandle | None:
         """Return the attached handle; None if the hook is not thinwire's."""
         handle = self.state.handle if isinstance(self.state, Slot) else self.state
-        return handle if isinstance(handle, Handle) else None
+        return handle if isinstance(handle, Handle | ShardedHandle) else None
 
     def stats(self) -> Mapping[str, Any] | None:
         handle = self.handle()
@@ -116,8 +120,8 @@ class Models:
         for module in (torch.multiprocessing, spawning):
             module.start_processes = start_processes  # type: ignore[attr-defined]
         _hide_store_from_children()
-        for kind in (FullyShardedDataParallel, FSDPState):
-            self._notice(kind, FSDP)
+        self._notice(FullyShardedDataParallel, FSDP1)
+        fsdp_seam.at_first_forward(self.take_sharded)
 
     def _notice(self, kind: type, why: str) -> None:
         """Print `why` when the first object of a class is made."""
@@ -127,7 +131,7 @@ class Models:
         def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
             if why not in models.refused:
                 models.refused.append(why)
-                models.say(f"thinwire: {why}: what FSDP sends is not compressed")
+                models.say(f"thinwire: {why}: what it sends is not compressed")
             init(self, *args, **options)
 
         kind.__init__ = __init__  # type: ignore[misc]
@@ -158,6 +162,24 @@ class Models:
             finally:
                 self._attaching = False
             self._by_model[model].ours = handle
+
+    def take_sharded(self, model: nn.Module) -> None:
+        """Attach to a sharded model at its first forward pass; not if the script attached to it."""
+        if fsdp.attached(model) is not None:
+            self.say(
+                f"thinwire: the script calls thinwire.attach itself: --codec {self.job.codec} is not used"
+            )
+            handle = fsdp.attached(model)
+        elif self.job.codec == "auto":
+            self.refused.append(NO_AUTO)
+            self.say(f"thinwire: {NO_AUTO}")
+            return
+        else:
+            seed = self.job.seed + len(self.hooks)
+            handle = fsdp.attach(model, self.job.codec, weights=self.job.weights, seed=seed)
+        hook = Hook(handle, _never, handle)
+        self.hooks.append(hook)
+        weakref.finalize(model, hook.retire).atexit = False
 
     def register(self, model: DistributedDataParallel, state: Any, function: Any) -> None:
         """Register a hook: thinwire's, one of the script in its place, or one of a model without thinwire."""
@@ -202,6 +224,11 @@ class Models:
                 **_bytes(stats),
             }
         )
+
+
+def _never(_state: Any, _bucket: Any) -> Any:
+    """A sharded model has no hook for buckets."""
+    raise AssertionError
 
 
 def _hide_store_from_children() -> None:

@@ -43,10 +43,13 @@ class Job:
     seed: int = 0
     shadow: int = 0
     status: str | None = None  #: the file rank 0 writes
+    weights: str | None = None  #: the codec of a sharded model's weights
 
     def __post_init__(self) -> None:
         if self.codec != "auto":
             policy.get(self.codec)
+        if self.weights is not None:
+            policy.get(self.weights)
         if self.shadow < 0:
             raise LaunchError(f"--shadow {self.shadow}: must be a number of steps, 0 (never) or more")
         if not self.module and not Path(self.script).exists():
@@ -100,6 +103,9 @@ def own_options() -> ArgumentParser:
         help=f"auto, a recipe ({', '.join(policy.RECIPES)}), a codec of `thinwire codecs`, "
         "or a policy's .toml file; default: %(default)s",
     )
+    parser.add_argument(
+        "--weights", metavar="CODEC", help="for weights that FSDP gathers; default: as torch sends them"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of codecs that round at random")
     parser.add_argument(
         "--shadow", type=int, default=0, metavar="N", help="compare with float32 every N steps; 0 is never"
@@ -123,7 +129,16 @@ def parse(words: Sequence[str]) -> LaunchOptions:
     )
     options = parser.parse_args(list(words))
     script, arguments = options.training_script, tuple(options.training_script_args)
-    job = Job(script, arguments, options.module, options.codec, options.seed, options.shadow, options.status)
+    job = Job(
+        script,
+        arguments,
+        options.module,
+        options.codec,
+        options.seed,
+        options.shadow,
+        options.status,
+        options.weights,
+    )
     plan = LaunchOptions(job, options, options.hosts, options.link, options.loopback)
     _check(plan, theirs)
     return plan
