@@ -229,13 +229,14 @@ def test_models_of_one_script_round_with_random_numbers_of_their_own(worker, mon
     assert len(set(seeds)) == len(nets)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
 def test_fsdp1_is_not_compressed_and_said_at_once(worker):
     models, said, _ = worker
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         net = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
         assert said == [f"thinwire: {launch_worker.FSDP1}: what it sends is not compressed"]
-        with pytest.raises(InputError, match="FSDP1. is not supported: use fully_shard"):
+        with pytest.raises(InputError, match="is not supported: use fully_shard"):
             thinwire.attach(net, "int8")
     finally:
         dist.destroy_process_group()

@@ -256,7 +256,7 @@ def at_first_forward(take: Callable[[nn.Module], None]) -> None:
         if first and state._is_root:
             take(state._modules[0])
 
-    FSDPState._lazy_init = lazy_init  # type: ignore[method-assign]
+    FSDPState._lazy_init = lazy_init  # type: ignore[assignment, method-assign]
 
 
 def is_plain(comm: object) -> bool:

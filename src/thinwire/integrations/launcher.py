@@ -129,16 +129,8 @@ def parse(words: Sequence[str]) -> LaunchOptions:
     )
     options = parser.parse_args(list(words))
     script, arguments = options.training_script, tuple(options.training_script_args)
-    job = Job(
-        script,
-        arguments,
-        options.module,
-        options.codec,
-        options.seed,
-        options.shadow,
-        options.status,
-        options.weights,
-    )
+    own = (options.codec, options.seed, options.shadow, options.status, options.weights)
+    job = Job(script, arguments, options.module, *own)
     plan = LaunchOptions(job, options, options.hosts, options.link, options.loopback)
     _check(plan, theirs)
     return plan
