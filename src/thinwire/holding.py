@@ -79,13 +79,13 @@ class Holding:
         if OPENED is None and (self.flat is None or self.flat.device != device):
             self._gather(channel, device)
 
-    def close(self, channel: Channel, found: Tensor) -> None:
-        """Keep `found`, the tensor that `open` returned."""
+    def close(self, channel: Channel, residuals: Tensor) -> None:
+        """Keep `residuals`, the tensor that `open` returned."""
         store = self._store(channel)
         if store is not None:
             assert self.flat is not None
             assert self._segments is not None
-            store.encode_segments(found, self.flat, self._segments)
+            store.encode_segments(residuals, self.flat, self._segments)
 
     def _gather(self, channel: Channel, device: torch.device) -> None:
         """Copy the slots' residuals into one tensor; unused slots begin with zeros."""

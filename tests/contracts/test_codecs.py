@@ -516,8 +516,8 @@ def test_a_residual_that_meets_a_bad_element_is_never_silently_wrong(codec):
     before = residual.clone()
     decoded = codec.decode(encoded(codec, x, residual=residual), 500)
     kept = decoded.isfinite() & residual.isfinite()
-    owed = (x + before)[kept].double()
-    off = (decoded[kept].double() + residual[kept].double() - owed).abs()
+    given = (x + before)[kept].double()
+    off = (decoded[kept].double() + residual[kept].double() - given).abs()
     assert bool((off <= UNIT * torch.maximum(decoded[kept].abs(), residual[kept].abs()).double()).all())
 
 
@@ -691,14 +691,14 @@ def test_reduce_encode_is_encode_of_the_sum(codec, shape):
         for wire in wires:
             codec.decode_add(wire, total, weight)
         expected = encoded(codec, total)
-        found = codec.reduce_encode(wires, numel, stream(codec), weight=asked)
-        assert torch.equal(found, expected)
+        summed = codec.reduce_encode(wires, numel, stream(codec), weight=asked)
+        assert torch.equal(summed, expected)
         out = torch.empty_like(expected)
         assert codec.reduce_encode(wires, numel, stream(codec), weight=asked, out=out) is out
         assert torch.equal(out, expected)
         one, other = torch.full(shape, 0.1), torch.full(shape, 0.1)
-        found = codec.reduce_encode(wires, numel, stream(codec), weight=asked, residual=one)
-        assert torch.equal(found, encoded(codec, total, residual=other))
+        summed = codec.reduce_encode(wires, numel, stream(codec), weight=asked, residual=one)
+        assert torch.equal(summed, encoded(codec, total, residual=other))
         assert torch.equal(one, other)
     on_meta = codec.reduce_encode(wires.to("meta"), numel, stream(codec))
     assert on_meta.shape == wires.shape[1:]
@@ -893,8 +893,8 @@ def scale_bytes(codec, wire, numel):
 
 
 def agreed(codec, ranks, world=None):
-    found = [codec.summary(x, world or len(ranks)) for x in ranks]
-    return functools.reduce(torch.maximum, found)
+    summaries = [codec.summary(x, world or len(ranks)) for x in ranks]
+    return functools.reduce(torch.maximum, summaries)
 
 
 @every_sharing
@@ -999,11 +999,11 @@ def test_what_is_unscaled_is_of_the_format_and_the_wire_is_left_alone(codec):
 @every_sharing
 def test_summaries_have_a_shape_for_every_batch_and_device(codec):
     for shape in ((7,), (0,), (2, 3, 40), (4, 0), (0, 7)):
-        found = codec.summary(torch.zeros(shape))
-        assert found.shape == (*shape[:-1], codec.agreement(shape[-1]))
-        assert found.dtype in (torch.uint8, torch.int32)
+        summary = codec.summary(torch.zeros(shape))
+        assert summary.shape == (*shape[:-1], codec.agreement(shape[-1]))
+        assert summary.dtype in (torch.uint8, torch.int32)
         on_meta = codec.summary(torch.zeros(shape, device="meta"))
-        assert (on_meta.shape, on_meta.dtype, on_meta.device.type) == (found.shape, found.dtype, "meta")
+        assert (on_meta.shape, on_meta.dtype, on_meta.device.type) == (summary.shape, summary.dtype, "meta")
 
 
 @every_sharing

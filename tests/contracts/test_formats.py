@@ -261,5 +261,5 @@ def test_step_tables_find_every_segment(format, mode):
     expected = np.searchsorted(params.starts, patterns, side="right") - 1
     for shift in {params.cell_shift, min(params.cell_shift, 16)} - {0}:
         cells = params.cells(shift)
-        found = (cells[patterns >> np.uint32(shift)] + patterns) >> np.uint32(shift)
-        assert np.array_equal(found, expected)
+        segments = (cells[patterns >> np.uint32(shift)] + patterns) >> np.uint32(shift)
+        assert np.array_equal(segments, expected)

@@ -87,10 +87,10 @@ def test_sums_are_those_of_torch(spec, count, out):
     wires = torch.zeros(count * stride, dtype=torch.uint8)
     for k in range(count):
         Codec.encode_segments(codec, numbers(numel, 10 + k), wires[k * stride :], segments)
-    expected, found = torch.ones(numel), torch.ones(numel, dtype=out, device=DEVICE)
+    expected, summed = torch.ones(numel), torch.ones(numel, dtype=out, device=DEVICE)
     Codec.decode_segments(codec, wires, expected, segments, 0.3, count, stride)
-    cast_cuda.decode(wires.to(DEVICE), found, segments, WIRES[spec], 0.3, count, stride)
-    same(found, expected.to(out))
+    cast_cuda.decode(wires.to(DEVICE), summed, segments, WIRES[spec], 0.3, count, stride)
+    same(summed, expected.to(out))
     again, there = (
         torch.zeros(nbytes, dtype=torch.uint8),
         torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE),

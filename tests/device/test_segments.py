@@ -348,8 +348,8 @@ def test_largest_magnitudes(dtype, feedback):
     numel = sizes(segments)[0]
     x, residual = numbers(numel).to(dtype), numbers(numel, 1) if feedback else None
     held = None if residual is None else move(residual)
-    found = segment_cuda.magnitudes(move(x), segments, held)
-    assert torch.equal(found.cpu(), segment_reference.magnitudes(x, segments, residual))
+    maxima = segment_cuda.magnitudes(move(x), segments, held)
+    assert torch.equal(maxima.cpu(), segment_reference.magnitudes(x, segments, residual))
 
 
 def test_keys_are_those_of_streams():

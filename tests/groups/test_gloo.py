@@ -36,4 +36,4 @@ def test_every_check_holds_on_every_rank(method, world, said):
         names, world
     )
     digests = {name: {each["digest"] for each in reports if each["check"] == name} for name in names}
-    assert [name for name, found in digests.items() if len(found) > 1] == [], "ranks hold different bits"
+    assert [name for name, each in digests.items() if len(each) > 1] == [], "ranks hold different bits"

@@ -154,11 +154,11 @@ def test_every_python_block_of_the_documents_runs_when_it_is_pasted():
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     fenced = sum(len(re.findall(r"^```python", path.read_text(), re.M)) for path in paths)
-    assert len(found) == fenced > 15
-    assert {each["block"]: each["wrong"] for each in found if each.get("wrong")} == {}
-    assert {each["block"].partition(":")[0] for each in found if "why" in each} == {"data.md", "lab.md"}
+    assert len(outcomes) == fenced > 15
+    assert {each["block"]: each["wrong"] for each in outcomes if each.get("wrong")} == {}
+    assert {each["block"].partition(":")[0] for each in outcomes if "why" in each} == {"data.md", "lab.md"}
 
 
 def test_the_version_is_the_same_everywhere():

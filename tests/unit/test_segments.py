@@ -293,14 +293,14 @@ def test_largest_magnitudes(feedback):
     segments = segments_of([SignLayout(n, 64, 64, -1, 0, 0) for n in (*NUMELS, 20000, 0)])
     numel = sizes(segments)[0]
     x, residual = numbers(numel), numbers(numel, 1) if feedback else None
-    found = kernels.segment_magnitudes(x, segments, residual)
-    assert found.dtype == torch.int32
+    maxima = kernels.segment_magnitudes(x, segments, residual)
+    assert maxima.dtype == torch.int32
     for i, plan in enumerate(segments.plans):
         u = row_of(x, segments.starts[i], plan.numel)
         if residual is not None:
             u = u + row_of(residual, segments.held[i], plan.numel)
         expected = (u.view(torch.int32) & 0x7FFFFFFF).amax().item() if plan.numel else 0
-        assert found[i].item() == expected
+        assert maxima[i].item() == expected
 
 
 def test_no_segments_and_segments_without_elements():

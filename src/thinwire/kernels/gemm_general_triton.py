@@ -90,10 +90,10 @@ def _swift(b, word, p):
     size = (u.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)).to(tl.int32).to(tl.uint32)
     small = ((size + (word >> (25 - shift))) >> (shift + 7)).to(tl.int32).to(tl.float32)
     small = (small * unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    found = tl.where(u < low, small, normal)
-    signs = tl.where(found + negative_zero > 0, b & _SIGN, 0)
-    found = tl.where(found > top, over, found) | signs
-    return tl.where(u > _INFINITY, nan, found).to(tl.float32, bitcast=True)
+    rounded = tl.where(u < low, small, normal)
+    signs = tl.where(rounded + negative_zero > 0, b & _SIGN, 0)
+    rounded = tl.where(rounded > top, over, rounded) | signs
+    return tl.where(u > _INFINITY, nan, rounded).to(tl.float32, bitcast=True)
 
 
 @triton.jit

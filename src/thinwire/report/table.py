@@ -8,14 +8,14 @@ from thinwire.study.statistics import Estimate
 
 #: Heading of a column, the entry of page data it shows, and how. A phone shows the first few.
 COLUMNS: tuple[tuple[str, str, Callable[[Estimate], str]], ...] = (
-    ("speed-up", "run_speedup", lambda found: text.times(found.mean)),
+    ("speed-up", "run_speedup", lambda value: text.times(value.mean)),
     ("final accuracy", "accuracy", text.percent),
     ("points from fp32", "difference", text.points),
-    ("bytes per step", "sent_nbytes_per_step", lambda found: text.nbytes(found.mean)),
-    ("compression", "ratio", lambda found: text.times(found.mean)),
-    ("whole run", "run_s", lambda found: text.seconds(found.mean)),
-    ("steady step", "step_s", lambda found: text.seconds(found.mean)),
-    ("its speed-up", "speedup", lambda found: text.times(found.mean)),
+    ("bytes per step", "sent_nbytes_per_step", lambda value: text.nbytes(value.mean)),
+    ("compression", "ratio", lambda value: text.times(value.mean)),
+    ("whole run", "run_s", lambda value: text.seconds(value.mean)),
+    ("steady step", "step_s", lambda value: text.seconds(value.mean)),
+    ("its speed-up", "speedup", lambda value: text.times(value.mean)),
 )
 HEADER = ("codec", *(heading for heading, _, _ in COLUMNS), "replicas identical", "seeds")
 NOTE = (

@@ -199,36 +199,36 @@ class ReducePlan:
         self,
         items: Sequence[Item],
         schedule: Schedule,
-        here: Ranks,
+        ranks: Ranks,
         call: Call,
         *,
         weight: float = 1.0,
         together: int = 0,
     ) -> None:
         self.items, self.schedule, self.call = tuple(items), schedule, call
-        self._here, self._how = here, {"weight": weight, "together": together}
+        self._ranks, self._how = ranks, {"weight": weight, "together": together}
         self.place: int | None = None  #: index of the runtime's stream that it uses first
         self.recordings: dict[tuple[int, ...], Any] = {}  #: kept by a runtime, by the vectors' addresses
         names = tuple((item.channel, item.name, (item.numel,)) for item in items if item.codec.feedback)
         self.named = Named(call.op, names, schedule.spec)
-        self.agreement = Agreement(self.items if here.world > 1 else (), here.rank, here.world)
-        numels = [item.numel if here.world > 1 else 0 for item in items]
+        self.agreement = Agreement(self.items if ranks.world > 1 else (), ranks.rank, ranks.world)
+        numels = [item.numel if ranks.world > 1 else 0 for item in items]
         shapes = [item.shape or (item.numel,) for item in items]
         groups = spans(numels, [item.codec for item in items], schedule, together=together, shapes=shapes)
         self.batches = [
             Batch(
                 [_part(items[span.tensor], span) for span in group],
-                here.rank,
-                here.world,
+                ranks.rank,
+                ranks.world,
                 weight,
-                here.ranks_per_node,
+                ranks.ranks_per_node,
             )
             for group in groups
         ]
 
     def like(self, items: Sequence[Item]) -> "ReducePlan":
         """Return the same plan for other items of the same sizes."""
-        return ReducePlan(items, self.schedule, self._here, self.call, **self._how)  # type: ignore[arg-type]
+        return ReducePlan(items, self.schedule, self._ranks, self.call, **self._how)  # type: ignore[arg-type]
 
     def job(self, vectors: Sequence[Tensor], rng: Stream | None = None) -> Job:
         """Return the job of one call; refuse names that have residuals of another size."""
