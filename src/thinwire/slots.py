@@ -10,6 +10,8 @@ SENT = "sent"  #: residual of what this rank sent: its full shards, all of one s
 TAIL = "sent/tail"  #: residual of the shorter shard after them
 REDUCED = "reduced"  #: residual of the sum that this rank owns
 ERROR = "error"  #: residual of `low_rank`: of approximated matrices and of its other tensors
+RESULT = "near/result"  #: residual of `hierarchical`: of the result, inside a node
+FAR = "far"  #: before the stages of the all-reduce between nodes, in `hierarchical`
 START = "q"  #: the Q with which `low_rank` starts the next step; no residual
 
 
@@ -19,6 +21,11 @@ def slot(name: str, stage: str) -> str:
     'fc1.weight[1024]/sent/tail'
     """
     return f"{name}/{stage}"
+
+
+def near(rank: int) -> str:
+    """Return the stage of what `hierarchical` sends to a rank of its own node."""
+    return f"near/{rank}"
 
 
 def piece(name: str, start: int) -> str:
@@ -42,6 +49,15 @@ def stage_of(slot: str, name: str) -> tuple[int, str]:
         number, rest = rest[1:].split("]", 1)
         start = int(number)
     return start, rest.removeprefix("/")
+
+
+def at_stage(slot: str, stage: str, other: str) -> str:
+    """Return the slot of the same piece at another stage.
+
+    >>> at_stage("fc1.weight[1024]/reduced", REDUCED, TAIL)
+    'fc1.weight[1024]/sent/tail'
+    """
+    return slot.removesuffix(stage) + other
 
 
 def name_of(slot: str) -> str:

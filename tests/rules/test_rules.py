@@ -1,5 +1,6 @@
 """Rules of the project that a machine can check."""
 
+import ast
 import doctest
 import importlib
 import json
@@ -72,6 +73,44 @@ def test_the_layer_contract_names_every_module():
         "thinwire.__main__"
     }
     assert modules == {name.strip() for layer in contract["layers"] for name in layer.split("|")}
+
+
+#: What sends or receives in torch.distributed; asking for ranks, groups and backends is no communication.
+COMMUNICATES = re.compile(
+    r"(all_|batch_isend_|)(reduce|gather|to_all|scatter|broadcast|irecv)\w*|reduce_scatter\w*|gather\w*"
+    r"|scatter\w*|broadcast\w*|i?send\w*|i?recv\w*|(monitored_)?barrier|P2POp"
+)
+#: Programs that a lab starts on every host, to time torch's own calls beside thinwire's: not library code.
+PROGRAMS = {"bench/training_worker.py", "bench/collective_worker.py", "study/worker.py"}
+
+
+def communication(text):
+    """The calls of torch.distributed's communication in a module."""
+    tree, names, direct = ast.parse(text), {"torch.distributed"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.asname for each in node.names if each.name == "torch.distributed" and each.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            names |= {each.asname or each.name for each in node.names if each.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            direct |= {each.name for each in node.names if COMMUNICATES.fullmatch(each.name)}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names
+    }
+    return direct | {name for name in used if COMMUNICATES.fullmatch(name)}
+
+
+def test_only_runtimes_communicate():
+    package = ROOT / "src" / "thinwire"
+    by_file = {str(path.relative_to(package)): communication(path.read_text()) for path in SOURCES}
+    users = {name for name, calls in by_file.items() if calls}
+    assert {name for name in users if not name.startswith("runtimes/")} == PROGRAMS
+    assert by_file["runtimes/gloo_transport.py"] | by_file["runtimes/process_group.py"]
+    assert communication("import torch.distributed as d\nd.all_reduce(x)") == {"all_reduce"}
+    assert communication("from torch.distributed import isend, get_rank") == {"isend"}
+    assert communication("from torch import distributed\ndistributed.get_world_size()") == set()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -111,9 +111,7 @@ def plain(
         return _on_streams([runtime.add_up(buffer, clock)], buffer, finish, (), under_way)
     runtime.check()
     called_at, began = time.monotonic(), clock.start(buffer.device) if clock is not None else None
-    buffer.mul_(1.0 / dist.get_world_size(group))
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    assert work is not None
+    work = process_group.start_mean(buffer, group)
 
     def ended() -> Tensor:
         if clock is not None:

@@ -18,7 +18,7 @@ from thinwire.codecs.own import identity
 from thinwire.errors import CodecError, InputError, ScheduleError
 from thinwire.formats import Format
 from thinwire.rounding import Stream
-from thinwire.runtimes.checks import check, check_name, check_written, listed
+from thinwire.runtimes.checks import check_name, check_written, listed
 from thinwire.runtimes.job import Call, Job, Ranks, ReducePlan
 from thinwire.schedules import Item, RankContext, Schedule
 from thinwire.schedules.choose import choose
@@ -121,7 +121,7 @@ def all_reduce_job(
     name: str | Sequence[str] = "tensor",
     rng: Stream | None = None,
 ) -> Job:
-    """Return the job of an all-reduce on one rank, from a caller's arguments."""
+    """Return the job of an all-reduce on one rank, from a caller's arguments; it has called `check`."""
     planned = reduction_of(tensors, codec, op, schedule, endpoint, name)
     return planned.job(tensors, stream_for(planned, rng, endpoint))
 
@@ -139,8 +139,10 @@ def reduction_of(
     endpoint: Endpoint,
     name: str | Sequence[str] = "tensor",
 ) -> Reduction:
-    """Return the reduction for a caller's arguments: a new one, or that of an earlier call."""
-    device = check(tensors)
+    """Return the reduction for a caller's arguments: a new one, or that of an earlier call.
+
+    The caller has called `check` for the tensors.
+    """
     check_written(tensors)
     check_name(name)
     if not isinstance(codec, str | Codec | Channel | Format):
@@ -154,7 +156,7 @@ def reduction_of(
     codec_key = id(codec) if isinstance(codec, Channel) else codec
     names = name if isinstance(name, str) else tuple(name)
     shapes = tuple(x.shape for x in tensors)
-    key = codec_key, shapes, tensors[0].dtype, device, is_mean(op), schedule, names
+    key = codec_key, shapes, tensors[0].dtype, tensors[0].device, is_mean(op), schedule, names
     return endpoint.plans.find(key, codec, make)
 
 
