@@ -5,9 +5,7 @@
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import (
-    _NAN,
-)
+from thinwire.kernels.common_triton import _NAN
 from thinwire.kernels.number_triton import (
     _blocks,
     _get_scale,
@@ -20,24 +18,23 @@ from thinwire.kernels.number_triton import (
     _to_values,
 )
 from thinwire.kernels.tile_triton import (
-    _by_block,
     _E8M0,
     _FILLED,
-    _get_codes,
     _HUGE,
+    _POW2_CEIL,
+    _POW2_FLOOR,
+    _SCALE_NBYTES,
+    _TINY,
+    _by_block,
+    _get_codes,
     _load,
     _load_floats,
     _offsets,
-    _POW2_CEIL,
-    _POW2_FLOOR,
     _put_codes,
-    _SCALE_NBYTES,
     _spread,
     _store,
-    _TINY,
     _words,
 )
-
 
 # Tiles
 

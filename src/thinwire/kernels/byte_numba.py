@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.format_numba import I0, INFINITY, MAGNITUDE, F, I, Q, _as_float, _as_int, inline
+from thinwire.kernels.common_numba import I0, INFINITY, MAGNITUDE, F, I, Q, _as_float, _as_int, inline
 from thinwire.kernels.pack_numba import jit
 from thinwire.kernels.scale_numba import QUIET
 

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from thinwire.kernels.format_numba import I0, INFINITY, MAGNITUDE, F, I, Q, U, _as_float, _as_int, inline
+from thinwire.kernels.common_numba import I0, INFINITY, MAGNITUDE, F, I, Q, U, _as_float, _as_int, inline
 from thinwire.kernels.pack_numba import jit
 from thinwire.kernels.params import (
     ABSMAX,

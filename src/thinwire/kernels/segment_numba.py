@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.format_numba import I0, INFINITY, LOW32, MAGNITUDE, F, I, Q, _as_int, inline
+from thinwire.kernels.common_numba import I0, INFINITY, LOW32, MAGNITUDE, F, I, Q, _as_int, inline
 from thinwire.kernels.pack_numba import jit
 from thinwire.kernels.reference import ROUNDS
 from thinwire.kernels.scale_numba import largest

@@ -22,16 +22,16 @@ from thinwire.kernels.block_triton import (
     _finish,
 )
 from thinwire.kernels.onebit_triton import _onebit_encode
+from thinwire.kernels.segment_sum_triton import _sum, _sum_signs
 from thinwire.kernels.tile_triton import (
     _GRID,
+    _STOCHASTIC,
     _load,
     _load_floats,
     _offsets,
     _philox_wide,
-    _STOCHASTIC,
     _store,
 )
-from thinwire.kernels.segment_sum_triton import _sum, _sum_signs
 
 _FIELDS = tl.constexpr(10)
 _START, _HELD, _WIRE, _NUMEL, _SCALES, _EXTRA, _TAG_AT, _TAG, _TENSOR, _ROW = (tl.constexpr(i) for i in range(10))

@@ -18,7 +18,7 @@ result, so no program waits for another, and the host waits for none. Counts are
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import _INFINITY
+from thinwire.kernels.common_triton import _INFINITY
 from thinwire.kernels.select_triton import (
     _BISECTED,
     _MAGNITUDE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.format_numba import INFINITY, MAGNITUDE, F, I, U, _as_float, _as_int, inline, jit
+from thinwire.kernels.common_numba import INFINITY, MAGNITUDE, F, I, U, _as_float, _as_int, inline, jit
 
 BLOCK, EIGHT = 1024, 8  # elements marked at a time; marks tested together
 SPAN = 16  # one cache line

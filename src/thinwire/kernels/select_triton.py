@@ -8,7 +8,7 @@ chosen bracket of patterns (see `select`), and writes the places.
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import _INFINITY
+from thinwire.kernels.common_triton import _INFINITY
 
 LARGEST, BISECTED, REACHING = range(3)
 

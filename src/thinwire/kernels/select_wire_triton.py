@@ -9,8 +9,8 @@ share it: they are in the cache.
 import triton
 import triton.language as tl
 
+from thinwire.kernels.common_triton import _NAN
 from thinwire.kernels.params import GROUP
-from thinwire.kernels.format_triton import _NAN
 
 _GROUP = tl.constexpr(GROUP)
 
