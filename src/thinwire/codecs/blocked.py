@@ -33,9 +33,6 @@ class Blocked(Codec):
             self._plans[numel] = self._made(numel)
         return self._plans[numel]
 
-    def _plan(self, numel: int) -> WireLayout:
-        return self.plan(numel)
-
     @property
     def _writes_tags(self) -> bool:
         return True

@@ -81,9 +81,6 @@ class OneBit(Codec):
             self._plans[numel] = SignLayout(numel, self.block, self.nbytes(numel), low, high, self.tag(numel))
         return self._plans[numel]
 
-    def _plan(self, numel: int) -> SignLayout:
-        return self.plan(numel)
-
     @property
     def _writes_tags(self) -> bool:
         return True

@@ -18,7 +18,7 @@ from thinwire.kernels.reference import ROUNDS, STREAM_BLOCK
 
 I, U, Q, F = np.int32, np.uint32, np.uint64, np.float32
 CALLS = STREAM_BLOCK // 4
-I0, I1, I7, I23, I24, I25, I31, I32 = (I(n) for n in (0, 1, 7, 23, 24, 25, 31, 32))
+I0, I1, I7, I23, I25, I31 = (I(n) for n in (0, 1, 7, 23, 25, 31))
 MAGNITUDE, INFINITY, HIDDEN, FRACTION = I(0x7FFFFFFF), I(0x7F800000), I(0x800000), I(0x7FFFFF)
 SIGN = I(-0x80000000)
 NAN = I(CANONICAL_NAN)
