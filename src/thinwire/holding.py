@@ -98,7 +98,7 @@ class Holding:
         else:
             self._segments = _stored(store, self.slots)
             flat = torch.zeros(
-                sum(plan.nbytes for plan in self._segments.plans), dtype=torch.uint8, device=device
+                sum(layout.nbytes for layout in self._segments.layouts), dtype=torch.uint8, device=device
             )
             store.encode_segments(torch.zeros(self.numel, device=device), flat, self._segments)
         at = 0
@@ -123,5 +123,5 @@ def _stored(store: Codec, slots: tuple[tuple[str, tuple[int, ...]], ...]) -> Seg
         wires.append(byte)
         at, byte = at + numel, byte + store.nbytes(numel)
     nothing = (0,) * len(numels)
-    plans = tuple(store.plan(numel) for numel in numels)
-    return Segments(plans, tuple(starts), tuple(wires), nothing, nothing, nothing)
+    layouts = tuple(store.layout(numel) for numel in numels)
+    return Segments(layouts, tuple(starts), tuple(wires), nothing, nothing, nothing)

@@ -154,7 +154,7 @@ def against_copy(prepare: Prepare, x: Tensor, nbytes: float) -> dict[str, float]
     """Like `timing.against_copy`, but a slow call gets fewer elements of x. The copy is of all x."""
     part = _bearable(prepare, x)
     call, copy = prepare(part), partial(torch.empty_like(x).copy_, x)
-    repeats, rounds = timing._plan(call, x.device, BUDGET_S)
+    repeats, rounds = timing._repeats(call, x.device, BUDGET_S)
     copies = 10 if x.device.type == "cuda" else 1
     times = [
         (timing._timed(call, x.device, repeats), timing._timed(copy, x.device, copies)) for _ in range(rounds)

@@ -122,26 +122,26 @@ def _grid_loop(params: GridParams, x: Array, out: Array, mode: int, random: Rand
 
 
 def _steps_loop(params: StepsParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool) -> Loop:
-    plan = _steps_plan(params)
-    table, pairs = (plan.codes, plan.code_pairs) if codes else (plan.values, plan.value_pairs)
+    layout = _steps_layout(params)
+    table, pairs = (layout.codes, layout.code_pairs) if codes else (layout.values, layout.value_pairs)
     bits = x.view(np.uint32)
     if mode == STOCHASTIC:
-        tables = (*plan.index, plan.gaps, pairs)
+        tables = (*layout.index, layout.gaps, pairs)
         return lambda s, start: steps_numba.steps_stochastic(
             bits[s], *_part(random, s, start), out[s], *tables
         )
-    cells, shift, firsts, starts = plan.index
+    cells, shift, firsts, starts = layout.index
     if cells.size == 0:
         return lambda s, _: steps_numba.steps_search(bits[s], firsts, starts, table, out[s])
     if codes and params.bits <= 8 and shift == CELL_BITS:
-        return lambda s, _: _packed(bits[s], cells, plan, out[s])
+        return lambda s, _: _packed(bits[s], cells, layout, out[s])
     return lambda s, _: steps_numba.steps_lookup(bits[s], cells, shift, table, out[s])
 
 
-def _packed(bits: Array, cells: Array, plan: "_StepsLayout", out: Array) -> None:
+def _packed(bits: Array, cells: Array, layout: "_StepsLayout", out: Array) -> None:
     whole = bits.size // 4 * 4
-    steps_numba.steps_codes_packed(bits[:whole], cells, *plan.packed, out[:whole].view(np.uint32))
-    steps_numba.steps_lookup(bits[whole:], cells, np.uint32(CELL_BITS), plan.codes, out[whole:])
+    steps_numba.steps_codes_packed(bits[:whole], cells, *layout.packed, out[:whole].view(np.uint32))
+    steps_numba.steps_lookup(bits[whole:], cells, np.uint32(CELL_BITS), layout.codes, out[whole:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,16 +157,16 @@ class _StepsLayout:
     value_pairs: Array
 
 
-_PLANS: WeakKeyDictionary[StepsParams, _StepsLayout] = WeakKeyDictionary()  # kept as long as the format
+_LAYOUTS: WeakKeyDictionary[StepsParams, _StepsLayout] = WeakKeyDictionary()  # kept as long as the format
 
 
-def _steps_plan(params: StepsParams) -> _StepsLayout:
-    if params not in _PLANS:
-        _PLANS[params] = _make_plan(params)
-    return _PLANS[params]
+def _steps_layout(params: StepsParams) -> _StepsLayout:
+    if params not in _LAYOUTS:
+        _LAYOUTS[params] = _make_layout(params)
+    return _LAYOUTS[params]
 
 
-def _make_plan(params: StepsParams) -> _StepsLayout:
+def _make_layout(params: StepsParams) -> _StepsLayout:
     shift = min(params.cell_shift, CELL_BITS)
     empty = np.empty(0, np.uint32)
     dtype = np.uint8 if params.bits <= 8 else np.uint16

@@ -136,32 +136,32 @@ class Places:
         return torch.arange(self.at.shape[1], device=self.at.device) < self.count.unsqueeze(1)
 
 
-def write(wire: Tensor, places: Places, plan: IndexLayout) -> None:
+def write(wire: Tensor, places: Places, layout: IndexLayout) -> None:
     """Write places, and the number of real ones, to wires."""
     if places.count is not None:
         count = places.count.to(torch.int32).unsqueeze(1)
-        wire[:, plan.count_at : plan.count_at + 4] = count.view(torch.uint8)
-    packed = block_reference.pack(places.at, plan.bits)
-    wire[:, plan.indices_at : plan.indices_at + packed.shape[1]] = packed
+        wire[:, layout.count_at : layout.count_at + 4] = count.view(torch.uint8)
+    packed = block_reference.pack(places.at, layout.bits)
+    wire[:, layout.indices_at : layout.indices_at + packed.shape[1]] = packed
 
 
-def read(wire: Tensor, plan: IndexLayout) -> Places:
+def read(wire: Tensor, layout: IndexLayout) -> Places:
     """Read places and mark rows with invalid ones; on a GPU these rows get valid places instead."""
-    at = block_reference.unpack(wire[:, plan.indices_at :], plan.k, plan.bits)
-    fine = at < plan.numel
+    at = block_reference.unpack(wire[:, layout.indices_at :], layout.k, layout.bits)
+    fine = at < layout.numel
     fine[:, 1:] &= at[:, 1:] > at[:, :-1]
     bad, count = torch.zeros_like(fine[:, 0]), None
-    if plan.count_at >= 0:
-        held = wire[:, plan.count_at : plan.count_at + 4].contiguous().view(torch.int32)[:, 0]
+    if layout.count_at >= 0:
+        held = wire[:, layout.count_at : layout.count_at + 4].contiguous().view(torch.int32)[:, 0]
         count = held.long() & reference.MASK32
-        bad = count > plan.k
-        count = count.clamp(max=plan.k)
+        bad = count > layout.k
+        count = count.clamp(max=layout.k)
         real = Places(at, count).real
         fine |= ~real
         at = torch.where(real, at, 0)
     bad |= ~fine.all(1)
     if wire.device.type != "cpu":
-        at = torch.where(bad.unsqueeze(1), torch.arange(plan.k, device=at.device), at)
+        at = torch.where(bad.unsqueeze(1), torch.arange(layout.k, device=at.device), at)
     return Places(at, count, bad)
 
 
