@@ -191,7 +191,7 @@ def title(result: dict[str, Any]) -> str:
 
 
 NOTE = (
-    "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean over equal seeds. same, near: "
-    "less than a point below fp32 with 95 % confidence (near: lower, but by less than that). lower: below "
-    "fp32 for certain, and it may be by more than a point."
+    "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean over equal seeds. Verdicts, with "
+    "95 % confidence: same: less than a point below fp32. near: below fp32, but by less than a point. lower: "
+    "below fp32, perhaps by more than a point."
 )
