@@ -38,6 +38,11 @@ def is_of(slot: str, name: str) -> bool:
     return slot == name or slot.startswith((f"{name}/", f"{name}["))
 
 
+def is_at(slot: str, stage: str) -> bool:
+    """Whether this is the slot of a stage; any string may be asked about, also one from a damaged file."""
+    return slot.endswith(f"/{stage}")
+
+
 def stage_of(slot: str, name: str) -> tuple[int, str]:
     """Return the start of the slot's piece, and the slot's stage; the slot must belong to the name.
 

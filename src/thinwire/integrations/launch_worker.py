@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.integrations.ddp import Slot, attach
+from thinwire.integrations.ddp import HookState, attach
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.job_status import Writer
 from thinwire.integrations.launcher import Job
@@ -60,7 +60,7 @@ class Hook:
 
     def handle(self) -> Handle | None:
         """Return the attached handle; None if the hook is not thinwire's."""
-        handle = self.state.handle if isinstance(self.state, Slot) else self.state
+        handle = self.state.handle if isinstance(self.state, HookState) else self.state
         return handle if isinstance(handle, Handle) else None
 
     def stats(self) -> Mapping[str, Any] | None:

@@ -20,9 +20,9 @@ COLUMNS: tuple[tuple[str, str, Callable[[Estimate], str]], ...] = (
 HEADER = ("codec", *(heading for heading, _, _ in COLUMNS), "replicas identical", "seeds")
 NOTE = (
     "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean ± 95 % Student interval over "
-    "equal seeds. Compression: the bytes of fp32 divided by the bytes that were sent. Whole run: all steps of "
-    "training, including those in which auto measures. Steady step: the median of a run. Speed-up: the time of "
-    "fp32 divided by the time of the codec at equal seeds, for the whole run and for a steady step."
+    "equal seeds. Compression: the bytes of fp32 divided by the bytes that were sent. Whole run: all steps "
+    "of training, including those in which auto measures. Steady step: the median of a run. Speed-up: the "
+    "time of fp32 divided by the time of the codec at equal seeds, for the whole run and for a steady step."
 )
 
 
