@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import codecs, formats, simulate, zoo
+from thinwire import codecs, formats, policy, simulate, zoo
 from thinwire.codecs import CODECS
 from thinwire.formats import FORMATS
 
@@ -198,6 +198,12 @@ def test_the_version_is_the_same_everywhere():
     import thinwire
 
     assert f"\nversion: {thinwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_table_of_recipes_names_all_of_them():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "ddp.md").read_text(), re.M)
+    named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
+    assert named == {*policy.RECIPES, "auto", "noop"}
 
 
 def test_readme_is_one_screen():
