@@ -59,9 +59,10 @@ def rng(mode):
     return STREAM if mode == "stochastic" else None
 
 
-def test_registry_names_are_found(format):
-    if format.name in FORMATS:
-        assert get(format.name) is format
+@pytest.mark.parametrize("name", FORMATS)
+def test_registry_names_are_found(name):
+    assert get(name) is FORMATS[name]
+    assert FORMATS[name].name == name
 
 
 @every_mode
