@@ -119,11 +119,11 @@ def double_buffer(rank, world):
         equal(ours, reference, f"step {step}")
     for name in ("int8", "onebit", "powersgd"):
         whole, first, second = (model(bucket_cap_mb=0.05) for _ in range(3))
-        wires = [thinwire.attach(net, name, double_buffer=True) for net in (whole, first, second)]
+        handles = [thinwire.attach(net, name, double_buffer=True) for net in (whole, first, second)]
         train(whole, rank, 6)
         train(first, rank, 3)
         second.load_state_dict(first.state_dict())
-        wires[2].load_state_dict(saved(wires[1].state_dict()))
+        handles[2].load_state_dict(saved(handles[1].state_dict()))
         train(first, rank, 3, first=3)
         train(second, rank, 3, first=3)
         equal(first, whole, f"{name}: saved")

@@ -94,17 +94,17 @@ def switched(rank, world):
         rules = Policy("p", (*SMALL, Rule(*one, last_step=2), Rule(*other)))
         what = f"{one} to {other}"
         whole, first, second = bag(SHAPES), bag(SHAPES), bag(SHAPES)
-        wires = [thinwire.attach(net, rules) for net in (whole, first, second)]
+        handles = [thinwire.attach(net, rules) for net in (whole, first, second)]
         books, later = Books(SHAPES), Books(SHAPES)
         for step in range(5):
             books.step(whole, rank, step)
-        books.check(wires[0], what, lossy=other[0] != "fp32")
+        books.check(handles[0], what, lossy=other[0] != "fp32")
         for step in range(3):  # saved just before the change
             later.step(first, rank, step)
-        wires[2].load_state_dict(saved(wires[1].state_dict()))
+        handles[2].load_state_dict(saved(handles[1].state_dict()))
         for step in range(3, 5):
             later.step(second, rank, step)
-        later.check(wires[2], f"{what}, resumed", lossy=other[0] != "fp32")
+        later.check(handles[2], f"{what}, resumed", lossy=other[0] != "fp32")
         if "low_rank" not in what:
             equal(books.came, later.came, what)
     return None

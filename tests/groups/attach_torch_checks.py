@@ -146,7 +146,7 @@ def ddp_options(rank, world):
         equal(nets[0], nets[1], f"{name}: static graph")
         equal(nets[0], nets[2], f"{name}: bucket views")
     parts, whole = bag(SHAPES), bag(SHAPES)
-    wires = [thinwire.attach(net, "onebit") for net in (parts, whole)]
+    handles = [thinwire.attach(net, "onebit") for net in (parts, whole)]
     for step in range(3):
         micro = [wanted(SHAPES, rank, 3 * step + i) for i in range(3)]
         parts.zero_grad()
@@ -156,8 +156,8 @@ def ddp_options(rank, world):
         parts(*micro[2]).backward()
         feed(whole, [a + b + c for a, b, c in zip(*micro, strict=True)])
         equal([p.grad for p in parts.parameters()], [p.grad for p in whole.parameters()], f"step {step}")
-    assert [handle.stats()["steps"] for handle in wires] == [3, 3]
-    assert wires[0].sent_nbytes == wires[1].sent_nbytes
+    assert [handle.stats()["steps"] for handle in handles] == [3, 3]
+    assert handles[0].sent_nbytes == handles[1].sent_nbytes
     return nets[0]
 
 
@@ -242,14 +242,14 @@ def compiled(rank, world):
         torch.manual_seed(0)
         inside = DistributedDataParallel(torch.compile(Net(), backend="eager"))
         outside = model()
-        wires = [thinwire.attach(net, "int8") for net in (plain, inside, outside)]
+        handles = [thinwire.attach(net, "int8") for net in (plain, inside, outside)]
         around = torch.compile(outside, backend="eager")
         for net in (plain, inside, around):
             train(net, rank, 3)
     equal(plain, inside, "DDP of a compiled network")
     equal(plain, outside, "compiled DDP")
     names = [name for name, _ in Net().named_parameters()]
-    for handle in wires:
+    for handle in handles:
         assert list(handle.stats()["layers"]) == names
         assert handle.stats()["steps"] == 3
     return inside

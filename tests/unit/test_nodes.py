@@ -260,8 +260,8 @@ def test_policies_route_tensors_by_name_and_step():
 def test_bytes_are_those_a_rank_would_send():
     model = net()
     numels = [each.numel() for each in model.parameters()]
-    wire = Channel("int8/256").codec
-    expected = (WORLD - 1) * sum(wire.nbytes(numel) for numel in numels)
+    codec = Channel("int8/256").codec
+    expected = (WORLD - 1) * sum(codec.nbytes(numel) for numel in numels)
     assert Nodes(model, WORLD, "int8/256", "one_shot").sent_nbytes == expected
 
 
@@ -477,12 +477,12 @@ def test_formats_and_codecs_of_ones_own_are_those_of_the_same_numbers_by_name():
     mine = Table(FORMATS["nf4"].numbers, label="mine")
     for given, named in ((mine, "nf4"), (Block(mine, 64, feedback="float32"), "nf4/64+ef")):
         digests = []
-        for wire in (given, Policy("p", (Rule(given),)), named):
+        for codec in (given, Policy("p", (Rule(given),)), named):
             model, x, y = net(), *batch()
-            nodes = Nodes(model, WORLD, wire)
+            nodes = Nodes(model, WORLD, codec)
             for _ in range(2):
                 nodes.backward(loss, x, y)
-            again = Nodes(model, WORLD, wire)
+            again = Nodes(model, WORLD, codec)
             again.load_state_dict(nodes.state_dict())
             again.backward(loss, x, y)
             digests.append([each.grad for each in model.parameters()])

@@ -159,8 +159,8 @@ def a_scale():
 
 
 def a_handle():
-    wires = TwoRanks()
-    return wires.run(1), wires.step
+    pair = TwoRanks()
+    return pair.run(1), pair.step
 
 
 MAKERS = {
@@ -359,15 +359,17 @@ def fits(pattern, path):
     return len(pattern) == len(path) and all(a in ("*", b) for a, b in zip(pattern, path, strict=True))
 
 
-def harmless(path, how, piloted):
-    if not piloted and path[:1] == ("auto",) and len(path) > 1:
+def harmless(path, how, with_auto):
+    if not with_auto and path[:1] == ("auto",) and len(path) > 1:
         return True  # it is not read
-    return any(fits(pattern, path) and how in ways for pattern, ways in HARMLESS + (TABLE if piloted else []))
+    return any(
+        fits(pattern, path) and how in ways for pattern, ways in HARMLESS + (TABLE if with_auto else [])
+    )
 
 
 def seen(handle):
     """All of a handle that a load may change."""
-    pilot = None if handle.auto is None else (handle.auto.settled, handle.auto.chosen, handle.auto.describe())
+    auto = None if handle.auto is None else (handle.auto.settled, handle.auto.chosen, handle.auto.describe())
     handles = [
         id(handle.channels),
         *map(id, handle.channels.values()),
@@ -377,32 +379,32 @@ def seen(handle):
     return {
         "state": handle.state_dict(),
         "policy": handle.policy.to_toml(),
-        "pilot": pilot,
+        "auto": auto,
         "handles": handles,
     }
 
 
-def a_drivered(step=True):
-    wires = TwoRanks(
+def a_handle_with_auto(step=True):
+    pair = TwoRanks(
         policy.get("int8" if step else "fp32"),
         [AutoDriver(settled() if step else Choice()) for _ in range(2)],
     )
-    return wires.run() if step else wires.ranks[0]
+    return pair.run() if step else pair.ranks[0]
 
 
 @pytest.mark.parametrize("seed", range(240))
 def test_a_damaged_state_is_refused_and_changes_nothing(seed):
-    draw, piloted = random.Random(seed), seed % 4 == 3
-    state = copy.deepcopy((PILOTED if piloted else MIXED)())
+    draw, with_auto = random.Random(seed), seed % 4 == 3
+    state = copy.deepcopy((WITH_AUTO if with_auto else MIXED)())
     path, how = damage(state, draw)
-    handle = a_drivered(step=False) if piloted else TwoRanks().run(1)
+    handle = a_handle_with_auto(step=False) if with_auto else TwoRanks().run(1)
     before = seen(handle)
     try:
         handle.load_state_dict(state)
     except ThinwireError:
         assert same(seen(handle), before), f"{path}, {how}: refused, but changed"
         return
-    assert harmless(path, how, piloted), f"{path}, {how}: accepted"
+    assert harmless(path, how, with_auto), f"{path}, {how}: accepted"
     handle.state_dict()
 
 
@@ -417,15 +419,15 @@ def remembered(make):
     return state
 
 
-MIXED, PILOTED = remembered(lambda: TwoRanks().run()), remembered(a_drivered)
+MIXED, WITH_AUTO = remembered(lambda: TwoRanks().run()), remembered(a_handle_with_auto)
 
 
-@pytest.mark.parametrize("state", [MIXED, PILOTED], ids=["mixed", "piloted"])
+@pytest.mark.parametrize("state", [MIXED, WITH_AUTO], ids=["mixed", "with_auto"])
 def test_a_state_that_is_whole_is_taken(state):
-    handle = a_drivered(step=False) if state is PILOTED else TwoRanks().run(1)
+    handle = a_handle_with_auto(step=False) if state is WITH_AUTO else TwoRanks().run(1)
     handle.load_state_dict(state())
     assert same({**handle.state_dict(), "auto": {}}, {**state(), "auto": {}})
-    assert handle.policy == (policy.get("int8") if state is PILOTED else POLICY)
+    assert handle.policy == (policy.get("int8") if state is WITH_AUTO else POLICY)
 
 
 def test_a_state_that_lacks_something_is_refused():
@@ -454,10 +456,10 @@ def test_residuals_of_a_rank_are_not_for_any_number_of_ranks():
 
 
 def test_what_is_not_a_number_is_no_time():
-    state = copy.deepcopy(PILOTED())
+    state = copy.deepcopy(WITH_AUTO())
     state["auto"]["fp32_step_s"] = torch.ones(3)
     with pytest.raises(InputError, match="does not say how long steps took"):
-        a_drivered(step=False).load_state_dict(state)
+        a_handle_with_auto(step=False).load_state_dict(state)
 
 
 def test_what_is_no_checkpoint_is_refused_in_words(tmp_path):

@@ -68,10 +68,10 @@ def test_a_run_that_breaks_off_says_so():
 
 def test_without_scaling_a_narrow_format_loses_what_scaling_keeps():
     losses = {}
-    for wire in ("e3m2~offset0", "aps/e3m2"):
+    for codec in ("e3m2~offset0", "aps/e3m2"):
         model = net()
         how = {"schedule": "accumulate/sequential", "nodes": 8, "steps": 40, "batch": 4}
-        losses[wire] = simulate.train(model, points(), codec=wire, loss_scale=1 / 64, **how).accuracy
+        losses[codec] = simulate.train(model, points(), codec=codec, loss_scale=1 / 64, **how).accuracy
     assert losses["aps/e3m2"] > losses["e3m2~offset0"] + 0.1
 
 

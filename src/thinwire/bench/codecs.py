@@ -127,13 +127,13 @@ def prepare(codec: Codec, operation: str, x: Tensor) -> timing.Call:
 
 def moved(codec: Codec, operation: str, numel: int) -> float:
     """Bytes per element that one pass reads and writes."""
-    wire = codec.nbytes(numel) / numel
+    wire_nbytes = codec.nbytes(numel) / numel
     return {
-        ENCODE: 4 + wire,
-        FEEDBACK: 12 + wire,
-        DECODE: wire + 4,
-        ADD: wire + 8,
-        REDUCE: (WORLD + 1) * wire,
+        ENCODE: 4 + wire_nbytes,
+        FEEDBACK: 12 + wire_nbytes,
+        DECODE: wire_nbytes + 4,
+        ADD: wire_nbytes + 8,
+        REDUCE: (WORLD + 1) * wire_nbytes,
     }[operation]
 
 
