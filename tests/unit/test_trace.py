@@ -3,6 +3,7 @@
 import functools
 import resource
 from collections import Counter
+from operator import attrgetter
 
 import pytest
 import torch
@@ -31,8 +32,11 @@ def gauss(numel, seed=0):
 
 
 def served(schedule, world, specs=DOZEN):
-    fits = world % schedule.ranks_per_node == 0
-    return [codecs.get(spec) for spec in specs if fits and not schedule.refuses(codecs.get(spec))]
+    """The codecs that a schedule serves in a world; without any, a test would check nothing."""
+    assert world % schedule.ranks_per_node == 0
+    can = [codecs.get(spec) for spec in specs if not schedule.refuses(codecs.get(spec))]
+    assert can
+    return can
 
 
 def watched(steps, rank, world, count):
@@ -99,8 +103,11 @@ def compare(numels, codec, world, schedule):
 # Counts
 
 
-@every_schedule
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("schedule", "world"),
+    [(each, n) for each in SCHEDULES.values() for n in (2, 3, 4, 5, 8) if n % each.ranks_per_node == 0],
+    ids=lambda part: getattr(part, "spec", part),
+)
 def test_a_trace_counts_what_ranks_send(schedule, world, monkeypatch):
     monkeypatch.setattr(jobs, "spans", functools.partial(jobs.spans, piece=1024))
     for codec in served(schedule, world):
@@ -132,7 +139,9 @@ def test_pieces_of_one_size_and_different_codecs_are_counted_apart():
     assert sent("int8/256", "int4/128") == sent("int4/128", "int8/256") == sent("int8/256") + sent("int4/128")
 
 
-@every_schedule
+@pytest.mark.parametrize(
+    "schedule", [each for each in SCHEDULES.values() if each.ranks_per_node == 1], ids=attrgetter("spec")
+)
 def test_a_rank_alone_sends_nothing(schedule):
     for codec in served(schedule, 1):
         traced = trace([1000, 0, 7], codec, 1, schedule)
