@@ -118,9 +118,9 @@ def byte_table() -> str:
     rows = []
     for name in STUDY_NETS:
         shapes = zoo.shapes(name)
-        found = [footprint.footprint(shapes, codecs.get(spec)) for spec in footprint.STUDY.values()]
-        cells = [f"{each['wire_nbytes'] / 1e6:.1f}" for each in found]
-        rows.append([f"`{name}`", f"{found[0]['params'] / 1e6:.2f}M", *cells])
+        footprints = [footprint.footprint(shapes, codecs.get(spec)) for spec in footprint.STUDY.values()]
+        cells = [f"{each['wire_nbytes'] / 1e6:.1f}" for each in footprints]
+        rows.append([f"`{name}`", f"{footprints[0]['params'] / 1e6:.2f}M", *cells])
     return table(["network", "parameters", *(f"{name} MB" for name in footprint.STUDY)], rows)
 
 
@@ -298,8 +298,8 @@ PARTS = {
 
 
 def filled(text: str) -> str:
-    def fill(found: re.Match[str]) -> str:
-        name = found.group(1)
+    def fill(marks: re.Match[str]) -> str:
+        name = marks.group(1)
         return f"<!-- begin {name} -->\n{PARTS[name]()}\n<!-- end {name} -->"
 
     return re.sub(r"<!-- begin ([\w-]+) -->.*?<!-- end \1 -->", fill, text, flags=re.S)

@@ -26,10 +26,10 @@ class ToyModel(nn.Module):
 
 def digest(model):
     """Of the bits of all parameters: ranks that agree print the same."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+        hashed.update(parameter.detach().contiguous().numpy().tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def demo_basic(steps=40):

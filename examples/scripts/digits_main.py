@@ -46,9 +46,9 @@ def make_model():
 
 
 def datasets():
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(found.target)
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target)
     return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
 
 

@@ -89,8 +89,8 @@ def main(save_every, total_epochs, batch_size, snapshot_path):
     train_data = DataLoader(dataset, batch_size, shuffle=False, sampler=DistributedSampler(dataset))
     trainer = Trainer(model, train_data, optimizer, save_every, snapshot_path)
     trainer.train(total_epochs)
-    found = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()))
-    print(f"rank {trainer.rank} weights {found.hexdigest()[:16]}", flush=True)
+    hashed = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()))
+    print(f"rank {trainer.rank} weights {hashed.hexdigest()[:16]}", flush=True)
     destroy_process_group()
 
 

@@ -183,7 +183,7 @@ class Channel:
         return {
             slot: self._held(slot)
             for slot in self._slots(name)
-            if self.residuals[slot].numel() and not slot.endswith(f"/{slots.START}")
+            if self.residuals[slot].numel() and not slots.is_at(slot, slots.START)
         }
 
     def largest_residual(self, name: str) -> Tensor | None:

@@ -79,13 +79,13 @@ class Holding:
         if OPENED is None and (self.flat is None or self.flat.device != device):
             self._gather(channel, device)
 
-    def close(self, channel: Channel, found: Tensor) -> None:
-        """Keep `found`, the tensor that `open` returned."""
+    def close(self, channel: Channel, residuals: Tensor) -> None:
+        """Keep `residuals`, the tensor that `open` returned."""
         store = self._store(channel)
         if store is not None:
             assert self.flat is not None
             assert self._segments is not None
-            store.encode_segments(found, self.flat, self._segments)
+            store.encode_segments(residuals, self.flat, self._segments)
 
     def _gather(self, channel: Channel, device: torch.device) -> None:
         """Copy the slots' residuals into one tensor; unused slots begin with zeros."""
@@ -98,7 +98,7 @@ class Holding:
         else:
             self._segments = _stored(store, self.slots)
             flat = torch.zeros(
-                sum(plan.nbytes for plan in self._segments.plans), dtype=torch.uint8, device=device
+                sum(layout.nbytes for layout in self._segments.layouts), dtype=torch.uint8, device=device
             )
             store.encode_segments(torch.zeros(self.numel, device=device), flat, self._segments)
         at = 0
@@ -123,5 +123,5 @@ def _stored(store: Codec, slots: tuple[tuple[str, tuple[int, ...]], ...]) -> Seg
         wires.append(byte)
         at, byte = at + numel, byte + store.nbytes(numel)
     nothing = (0,) * len(numels)
-    plans = tuple(store.plan(numel) for numel in numels)
-    return Segments(plans, tuple(starts), tuple(wires), nothing, nothing, nothing)
+    layouts = tuple(store.layout(numel) for numel in numels)
+    return Segments(layouts, tuple(starts), tuple(wires), nothing, nothing, nothing)

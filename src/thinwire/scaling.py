@@ -113,19 +113,19 @@ def of_magnitudes(scaling: Scaling, magnitude: Tensor, limit: float, world: int 
     return _scales(scaling, magnitude.view(torch.float32), magnitude >= INFINITY, limit, world)
 
 
-def _scales(scaling: Scaling, found: Tensor, bad: Tensor, limit: float, world: int) -> Tensor:
-    """Return scales; `found` is what they map to the format's largest value. NaN where a block is bad."""
+def _scales(scaling: Scaling, largest: Tensor, bad: Tensor, limit: float, world: int) -> Tensor:
+    """Return scales; `largest` is what they map to the format's largest value. NaN where a block is bad."""
     if scaling.margin == "world":
-        found = (found * world).clamp(max=LARGEST)
+        largest = (largest * world).clamp(max=LARGEST)
     if scaling.choose == "fixed":
-        scale = torch.full_like(found, 10.0**scaling.value)
+        scale = torch.full_like(largest, 10.0**scaling.value)
     elif scaling.choose in ("pow2", "floor"):
-        pattern = found.view(torch.int32)
-        scale = block_reference._power_of_two(pattern, _number(limit, found), ceil=scaling.choose == "pow2")
+        pattern = largest.view(torch.int32)
+        scale = block_reference._power_of_two(pattern, _number(limit, largest), ceil=scaling.choose == "pow2")
     else:
-        scale = found / _number(limit + 0.5 * (scaling.choose == "cells"), found)
+        scale = largest / _number(limit + 0.5 * (scaling.choose == "cells"), largest)
     if scaling.margin == "sqrt":
-        scale = (scale * _number(math.sqrt(world), found)).clamp(max=LARGEST)
+        scale = (scale * _number(math.sqrt(world), largest)).clamp(max=LARGEST)
     return block_reference._poison(scale, bad)
 
 

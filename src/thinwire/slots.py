@@ -10,6 +10,8 @@ SENT = "sent"  #: residual of what this rank sent: its full shards, all of one s
 TAIL = "sent/tail"  #: residual of the shorter shard after them
 REDUCED = "reduced"  #: residual of the sum that this rank owns
 ERROR = "error"  #: residual of `low_rank`: of approximated matrices and of its other tensors
+RESULT = "near/result"  #: residual of `hierarchical`: of the result, inside a node
+FAR = "far"  #: before the stages of the all-reduce between nodes, in `hierarchical`
 START = "q"  #: the Q with which `low_rank` starts the next step; no residual
 
 
@@ -21,6 +23,11 @@ def slot(name: str, stage: str) -> str:
     return f"{name}/{stage}"
 
 
+def near(rank: int) -> str:
+    """Return the stage of what `hierarchical` sends to a rank of its own node."""
+    return f"near/{rank}"
+
+
 def piece(name: str, start: int) -> str:
     """Return the name of a piece of a tensor."""
     return f"{name}[{start}]"
@@ -29,6 +36,11 @@ def piece(name: str, start: int) -> str:
 def is_of(slot: str, name: str) -> bool:
     """Whether a slot belongs to a name: fc1/sent belongs to fc1, fc10/sent does not."""
     return slot == name or slot.startswith((f"{name}/", f"{name}["))
+
+
+def is_at(slot: str, stage: str) -> bool:
+    """Whether this is the slot of a stage; any string may be asked about, also one from a damaged file."""
+    return slot.endswith(f"/{stage}")
 
 
 def stage_of(slot: str, name: str) -> tuple[int, str]:
@@ -42,6 +54,15 @@ def stage_of(slot: str, name: str) -> tuple[int, str]:
         number, rest = rest[1:].split("]", 1)
         start = int(number)
     return start, rest.removeprefix("/")
+
+
+def at_stage(slot: str, stage: str, other: str) -> str:
+    """Return the slot of the same piece at another stage.
+
+    >>> at_stage("fc1.weight[1024]/reduced", REDUCED, TAIL)
+    'fc1.weight[1024]/sent/tail'
+    """
+    return slot.removesuffix(stage) + other
 
 
 def name_of(slot: str) -> str:

@@ -50,10 +50,19 @@ def ranks_of(world, *shape, first=0):
     return [gauss(*shape, seed=first + rank) for rank in range(world)]
 
 
-def served(schedule, world=2, among=CODECS):
-    """The codecs that a schedule serves, if it can serve a world of this size at all."""
-    fits = world % schedule.ranks_per_node == 0
-    return [codecs.get(spec) for spec in among if fits and not schedule.refuses(codecs.get(spec))]
+def in_worlds(*worlds, names=None):
+    """Some schedules, by name, in every world that they can serve; without names, every schedule."""
+    known = SCHEDULES.values() if names is None else names
+    pairs = [(each, n) for each in known for n in worlds if n % schedules.get(each).ranks_per_node == 0]
+    return pytest.mark.parametrize(("schedule", "world"), pairs, ids=lambda part: getattr(part, "spec", part))
+
+
+def served(schedule, world, among=CODECS):
+    """The codecs that a schedule serves in a world; without any, a test would check nothing."""
+    assert world % schedule.ranks_per_node == 0
+    can = [codecs.get(spec) for spec in among if not schedule.refuses(codecs.get(spec))]
+    assert can
+    return can
 
 
 def channels(codec, world):
@@ -73,10 +82,10 @@ def reduced(ranks, codec, op="sum", schedule="auto", **options):
 def digest(x):
     """Of the bits of a tensor, or of a bucket."""
     tensors = x if isinstance(x, list) else [x]
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for each in tensors:
-        found.update(each.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def alike(results):
@@ -94,8 +103,7 @@ def relative_error(result, exact):
 # All ranks end with the same bits
 
 
-@every_schedule
-@pytest.mark.parametrize("world", WORLDS)
+@in_worlds(*WORLDS)
 def test_all_ranks_hold_the_same_bits(schedule, world):
     for codec, (numel, op) in itertools.product(served(schedule, world), ((1000, "avg"), (729, "sum"))):
         ranks = ranks_of(world, numel)
@@ -116,8 +124,7 @@ def test_sizes_under_the_world_and_nothing_at_all_go_through(schedule, numel):
         assert bool(results[0].isfinite().all()), codec.spec
 
 
-@every_schedule
-@pytest.mark.parametrize("world", [3, 4])
+@in_worlds(3, 4)
 def test_matrices_and_other_shapes_keep_their_shape(schedule, world):
     for codec, shape in itertools.product(served(schedule, world, FEW), ((11, 101), (3, 5, 7), (2, 0, 4))):
         results = reduced(ranks_of(world, *shape), codec, "avg", schedule)
@@ -217,13 +224,13 @@ def test_every_stage_and_name_on_every_rank_has_a_stream_of_its_own():
         for rank in range(3)
         for name in ("a", "b")
     ]
-    found = {
+    draws = {
         (context.rank, context.name, stage): context.stream(stage)
         for context in contexts
         for stage in ("sent", "sent/tail", "reduced", "hop0", "hop1")
     }
-    assert len({tuple(stream.words(8).tolist()) for stream in found.values()}) == len(found)
-    for (rank, name, stage), stream in found.items():
+    assert len({tuple(stream.words(8).tolist()) for stream in draws.values()}) == len(draws)
+    for (rank, name, stage), stream in draws.items():
         assert stream == Stream(1, step=2, tensor=f"{name}/{stage}", rank=rank)
 
 
@@ -293,23 +300,18 @@ ORDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("schedule", ORDERS)
+@in_worlds(2, 3, 4, 5, 8, names=ORDERS)
 def test_fp32_sums_are_those_of_float32_in_the_order_of_the_schedule(schedule, world):
-    if world % SCHEDULES[schedule].ranks_per_node:
-        return
     ranks = ranks_of(world, 1003)
     results = reduced(ranks, "fp32", "sum", schedule)
     assert digest(results[0]) == digest(ORDERS[schedule](ranks))
 
 
-@every_schedule
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if ":bf16" not in name])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_fp32_sums_and_means_are_as_good_as_float32_can_be(schedule, op):
     """World additions and one product round, each by a unit of at most the sum of magnitudes."""
     for world in (2, 4, 8):
-        if not served(schedule, world, ["fp32"]) or ":bf16" in schedule.spec:
-            continue
         ranks = ranks_of(world, 1003)
         weight = 1 / world if op == "avg" else 1.0
         off = (reduced(ranks, "fp32", op, schedule)[0].double() - weight * total(ranks)).abs()
@@ -345,8 +347,7 @@ def depth(schedule, world):
     }[schedule]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 4, 5, 8])
-@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
+@in_worlds(2, 4, 5, 8, names=["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
 @pytest.mark.parametrize("spec", ROUNDING)
 def test_errors_stay_within_what_the_roundings_on_the_way_allow(spec, schedule, world):
     """|error| <= A ((1 + r)^d - 1), for A the sum over ranks of a block's largest magnitude.
@@ -356,8 +357,6 @@ def test_errors_stay_within_what_the_roundings_on_the_way_allow(spec, schedule, 
     it again adds at most r A (1 + r)^k. Over k = 0 .. d - 1 that is a geometric series. Shards are whole
     blocks, so blocks are the same in every wire; a codec without blocks has smaller ones in shards.
     """
-    if world % SCHEDULES[schedule].ranks_per_node:
-        return
     codec, numel = codecs.get(spec), 1003
     ranks = [x * 10 ** gauss(1, seed=7 + i) for i, x in enumerate(ranks_of(world, numel))]
     block = codec.grain or numel
@@ -414,13 +413,10 @@ def allowed_of_shared(codec, ranks, schedule):
 
 
 @pytest.mark.parametrize("kin", ["equal", "apart"])
-@pytest.mark.parametrize("world", [2, 4, 5, 8])
-@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
+@in_worlds(2, 4, 5, 8, names=["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
 @pytest.mark.parametrize("spec", SHARED)
 def test_under_a_shared_scale_sums_are_rounded_and_nothing_is_cut_off(spec, schedule, world, kin):
     """Ranks with the same numbers have the largest sum there is; ranks apart have one that is small."""
-    if world % SCHEDULES[schedule].ranks_per_node:
-        return
     codec = codecs.get(spec)
     ranks = [gauss(1003, seed=0)] * world if kin == "equal" else ranks_of(world, 1003)
     allowed = allowed_of_shared(codec, ranks, schedule)
@@ -583,11 +579,11 @@ def test_a_scale_without_room_for_a_sum_of_so_many_ranks_is_refused():
 @pytest.mark.parametrize("spec", ["int8/256", "int4/128", "e4m3fn/128"])
 def test_fewer_roundings_have_smaller_errors(spec):
     def error(schedule):
-        found = []
+        errors = []
         for seed in range(4):
             ranks = ranks_of(8, 4096, first=10 * seed)
-            found.append(relative_error(reduced(ranks, spec, "avg", schedule)[0], total(ranks) / 8))
-        return sum(found)
+            errors.append(relative_error(reduced(ranks, spec, "avg", schedule)[0], total(ranks) / 8))
+        return sum(errors)
 
     assert error("one_shot") < error("two_shot") < error("ring")
     assert error("two_shot") < error("tree")
@@ -624,8 +620,8 @@ def test_sums_of_negative_zeros_have_the_sign_that_they_have_row_by_row(spec, sc
     ranks = [
         torch.where(torch.arange(3000) < 1000 * rank, x, -0.0) for rank, x in enumerate(ranks_of(3, 3000))
     ]
-    (found,) = local.all_reduce_rows([torch.stack(ranks)], spec, "sum", schedule, names=["w"])
-    assert digest(reduced(ranks, spec, "sum", schedule)[0]) == digest(found)
+    (summed,) = local.all_reduce_rows([torch.stack(ranks)], spec, "sum", schedule, names=["w"])
+    assert digest(reduced(ranks, spec, "sum", schedule)[0]) == digest(summed)
 
 
 def plan_of(numels, channel, schedule, rank, world):
@@ -667,8 +663,8 @@ def test_what_is_worked_out_once_follows_tensors_and_residuals_that_move(spec, s
 
 @pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2"])
 @pytest.mark.parametrize("spec", ["int8/tensor~shared+ef", "aps/e4m3+ef", "onebit/64+ef", "int4/128+ef:8bit"])
-def test_tensors_in_one_vector_owe_what_one_call_for_each_would(spec, schedule):
-    """And of very different sizes: what one of them owes must not enter into another's scale."""
+def test_tensors_in_one_vector_have_the_residuals_of_one_call_for_each(spec, schedule):
+    """And of very different sizes: the residual of one of them must not enter into another's scale."""
     codec, schedule, world, numels = codecs.get(spec), SCHEDULES[schedule], 4, (300, 1000, 70)
     together, apart = channels(codec, world), channels(codec, world)
     for step in range(3):
@@ -709,23 +705,22 @@ def test_a_shared_scale_goes_with_ranks_that_have_nothing_to_send(spec, numel):
 
 
 @pytest.mark.parametrize("spec", ["aps/e5m2+ef", "aps/e3m0+ef", "fp8lm+ef"])
-def test_what_is_owed_counts_when_ranks_agree_on_a_scale(spec):
+def test_residuals_count_when_ranks_agree_on_a_scale(spec):
     """Otherwise it does not fit under the scale of small gradients, and arrives a drop at a time."""
-    kept, owed = channels(codecs.get(spec), 3), []
+    kept, residual = channels(codecs.get(spec), 3), []
     for step in range(6):
         reduced([x * (1e-6 if step else 1.0) for x in ranks_of(3, 500)], kept, "avg", "one_shot")
-        owed.append(max(float(channel.residuals["tensor/sent"].abs().max()) for channel in kept))
-    assert owed[-1] < owed[0] / 2
+        residual.append(max(float(channel.residuals["tensor/sent"].abs().max()) for channel in kept))
+    assert residual[-1] < residual[0] / 2
 
 
-@every_schedule
+@moving
 def test_a_bucket_of_random_codecs_is_equal_on_all_ranks(schedule):
-    for codec in served(schedule, 4):
-        if codec.needs_rng:
-            ranks = [
-                [gauss(*shape, seed=i + 10 * rank) for i, shape in enumerate(BUCKET)] for rank in range(4)
-            ]
-            assert alike(reduced(ranks, codec, "avg", schedule)), codec.spec
+    random = [codec for codec in served(schedule, 4) if codec.needs_rng]
+    assert random
+    for codec in random:
+        ranks = [[gauss(*shape, seed=i + 10 * rank) for i, shape in enumerate(BUCKET)] for rank in range(4)]
+        assert alike(reduced(ranks, codec, "avg", schedule)), codec.spec
 
 
 @every_schedule
@@ -767,22 +762,20 @@ def test_tensors_of_a_bucket_have_scales_of_their_own(schedule, spec):
 # Pieces
 
 
-@pytest.mark.parametrize(
-    "schedule", ["one_shot", "two_shot", "ring", "tree", "hierarchical/2", "accumulate/tree"]
-)
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "tree", "hierarchical/2", "accumulate/tree"])
 def test_cutting_into_pieces_changes_no_bit(schedule, monkeypatch):
-    """For codecs that look at a few neighbours; fp32 aside, sums on a ring begin where shards do."""
+    """For codecs that look at a few neighbours. On a ring, shards of a piece begin with other ranks."""
     plan, uncut = SCHEDULES[schedule], plans.spans
     ranks = ranks_of(4, 5000)
-    for codec in served(plan, 4, STEADY):
-        if schedule == "ring":  # shards of a piece are others, so sums begin with other ranks
-            continue
-        found = set()
+    steady = served(plan, 4, STEADY)
+    assert steady
+    for codec in steady:
+        digests = set()
         for piece in (1 << 8, 1 << 10, 1 << 30):
             monkeypatch.setattr(plans, "spans", functools.partial(uncut, piece=piece))
             assert piece > 1 << 10 or len(list(plans.spans([5000], [codec], plan))) > 1 or codec.grain > 1024
-            found.add(digest(reduced(ranks, codec, "avg", schedule)[0]))
-        assert len(found) == 1, codec.spec
+            digests.add(digest(reduced(ranks, codec, "avg", schedule)[0]))
+        assert len(digests) == 1, codec.spec
 
 
 @pytest.mark.parametrize("spec", ["onebit/64+ef", "int8/256", "int4/128~sr", "aps/e4m3", "int8/256~shared"])
@@ -813,10 +806,10 @@ def test_every_block_has_its_own_agreed_scale_wherever_it_travels(schedule, spec
     uncut = plans.spans
     for piece in (512, 1 << 20):
         monkeypatch.setattr(plans, "spans", functools.partial(uncut, piece=piece))
-        found = reduced(ranks, spec, "sum", schedule)
-        assert alike(found)
+        summed = reduced(ranks, spec, "sum", schedule)
+        assert alike(summed)
         for i in range(tensors):
-            off = (found[0][i].double() - exact[i]).abs() / unit.roll(640 * i)
+            off = (summed[0][i].double() - exact[i]).abs() / unit.roll(640 * i)
             assert float(off.max()) < 8 * 16 / 127, (piece, i)  # a few steps of a block's own scale
 
 
@@ -856,11 +849,11 @@ def test_one_bad_number_on_one_rank_is_seen_by_all(schedule, bad):
             assert bool(outside.isfinite().all()), codec.spec
 
 
-@every_schedule
-@pytest.mark.parametrize("spec", LEARNING)
-def test_a_bad_step_does_not_spoil_later_ones(schedule, spec):
-    if not served(schedule, 4, [spec]):
-        return
+@pytest.mark.parametrize(
+    ("spec", "schedule"),
+    [(spec, name) for spec in LEARNING for name, each in SCHEDULES.items() if not each.refuses(CODECS[spec])],
+)
+def test_a_bad_step_does_not_spoil_later_ones(spec, schedule):
     kept = channels(CODECS[spec], 4)
     for step in range(3):
         ranks = ranks_of(4, 1100, first=10 * step)
@@ -890,7 +883,7 @@ def running_mean(spec, schedule, steps, world=4):
 def test_with_feedback_what_was_held_back_arrives_later(schedule):
     few, many = (running_mean("onebit/64+ef", schedule, steps) for steps in (10, 100))
     assert many < 0.1
-    assert many < few / 4  # what is owed grows more slowly than what has arrived
+    assert many < few / 4  # residuals grow more slowly than what has arrived
     assert running_mean("onebit/64", schedule, 100) > 0.4
 
 
@@ -914,7 +907,7 @@ def test_the_owner_of_a_shard_keeps_a_residual_of_its_own():
 
 
 @pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring", "tree"])
-def test_what_is_sent_and_what_is_owed_add_up(schedule):
+def test_what_is_sent_and_the_residuals_add_up(schedule):
     """Over all ranks and slots, the mean so far and the residuals are the gradients so far."""
     world, kept = 4, channels(codecs.get("onebit/64+ef"), 4)
     given, seen = torch.zeros(1024, dtype=torch.float64), torch.zeros(1024, dtype=torch.float64)
@@ -922,14 +915,14 @@ def test_what_is_sent_and_what_is_owed_add_up(schedule):
         ranks = ranks_of(world, 1024, first=10 * step)
         given += total(ranks)
         seen += reduced(ranks, kept, "sum", schedule)[0].double()
-    owed = float(sum(each.double().sum() for channel in kept for each in channel.residuals.values()))
-    assert float(given.sum() - seen.sum()) == pytest.approx(owed, abs=1e-3)
+    residual = float(sum(each.double().sum() for channel in kept for each in channel.residuals.values()))
+    assert float(given.sum() - seen.sum()) == pytest.approx(residual, abs=1e-3)
 
 
 @pytest.mark.parametrize("world", [4, 6])
 @pytest.mark.parametrize("light", ["fp32", "bf16", "int8/256", "int4/128"])
-def test_what_is_rounded_inside_a_node_is_owed_too(light, world):
-    """Over all slots, as above; of the result all nodes owe the same, which counts once."""
+def test_what_is_rounded_inside_a_node_is_fed_back_too(light, world):
+    """Over all slots, as above; all nodes have the same residual of the result, which counts once."""
     kept, numel = channels(codecs.get("onebit/64+ef"), world), 1024
     given, seen = 0.0, 0.0
     for step in range(5):
@@ -947,8 +940,8 @@ def test_what_is_rounded_inside_a_node_is_owed_too(light, world):
     assert alike(nodes)
     assert bool(nodes[0].any()) == (light != "fp32")
     slots = [channel.residuals.items() for channel in kept]
-    owed = sum(float(x.double().sum()) for each in slots for slot, x in each if "near/result" not in slot)
-    assert given - seen == pytest.approx(owed + float(nodes[0].double().sum()), abs=1e-2)
+    residual = sum(float(x.double().sum()) for each in slots for slot, x in each if "near/result" not in slot)
+    assert given - seen == pytest.approx(residual + float(nodes[0].double().sum()), abs=1e-2)
 
 
 @pytest.mark.parametrize("spec", ["int4/128+ef", "onebit/64+ef", "int4/tensor~shared+ef", "topk/0.1+ef:bf16"])
@@ -997,13 +990,13 @@ def test_casts_with_feedback_feed_back_on_the_schedule_that_auto_chooses(spec, w
     assert any(bool(each.any()) for channel in kept for each in channel.residuals.values())
     assert seen == pytest.approx(
         1.0 + small, abs=2 * 8 * small / steps
-    )  # at most a step is owed, on two ways
+    )  # the residuals are at most a step, on two ways
 
 
 @pytest.mark.parametrize("op", ["avg", "sum"])
 @pytest.mark.parametrize(("spec", "world"), [("bf16+ef", 2), ("bf16+ef:8bit", 3), ("fp16+ef", 4)])
-def test_low_rank_owes_what_is_rounded_of_tensors_that_do_not_shrink(spec, world, op):
-    """Numbers of which the format holds no part arrive in the end, and never more than a step is owed."""
+def test_low_rank_feeds_back_what_is_rounded_of_tensors_that_do_not_shrink(spec, world, op):
+    """Numbers of which the format holds no part arrive in the end; residuals stay below a step."""
     small = {"b": 2.0**-10, "f": 2.0**-13}[spec[0]]
     x, big, kept = torch.full((9,), 1.0 + small), gauss(40, 30), channels(codecs.get(spec), world)
     weight, seen, steps = 1 if op == "avg" else world, 0.0, 41
@@ -1015,9 +1008,9 @@ def test_low_rank_owes_what_is_rounded_of_tensors_that_do_not_shrink(spec, world
     network = 2.0**-7 if world == 3 else 0.0  # what it loses when it adds 16-bit numbers
     assert (seen / steps / weight - x.double()).abs().max() <= 16 * small / steps + network
     assert all(channel.residuals["small/error"].abs().max() > 0 for channel in kept)
-    owed = gradient_residual(kept[0], "small", (9,), 0, world).double()
+    residual = gradient_residual(kept[0], "small", (9,), 0, world).double()
     if not network:
-        torch.testing.assert_close(seen + weight * owed, x.double() * steps * weight, rtol=1e-6, atol=0)
+        torch.testing.assert_close(seen + weight * residual, x.double() * steps * weight, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("spec", ["bf16+ef", "fp16+ef:8bit"])
@@ -1047,7 +1040,7 @@ def test_native_refuses_a_feedback_that_it_would_ignore():
 @pytest.mark.parametrize(
     "spec", ["int4/128+ef", "int4/tensor~shared+ef", "int4/128~shared~sqrt+ef", "aps/e3m0+ef"]
 )
-def test_the_mean_of_all_debts_is_what_the_mean_gradient_is_still_owed(spec, schedule):
+def test_the_mean_of_all_residuals_is_what_the_mean_gradient_lacks(spec, schedule):
     """Element by element: so residuals can go to another codec or world."""
     world, kept = 4, channels(codecs.get(spec), 4)
     given, seen = torch.zeros(1024, dtype=torch.float64), torch.zeros(1024, dtype=torch.float64)
@@ -1055,9 +1048,11 @@ def test_the_mean_of_all_debts_is_what_the_mean_gradient_is_still_owed(spec, sch
         ranks = ranks_of(world, 1024, first=10 * step)
         given += total(ranks) / world
         seen += reduced(ranks, kept, "avg", schedule)[0].double()
-    debts = [gradient_residual(channel, "tensor", (1024,), rank, world) for rank, channel in enumerate(kept)]
+    residuals = [
+        gradient_residual(channel, "tensor", (1024,), rank, world) for rank, channel in enumerate(kept)
+    ]
     assert float((given - seen).abs().max()) > 0.02
-    torch.testing.assert_close(total(debts) / world, given - seen, rtol=0, atol=1e-5)
+    torch.testing.assert_close(total(residuals) / world, given - seen, rtol=0, atol=1e-5)
 
 
 # Bad input
@@ -1190,7 +1185,7 @@ def test_calls_that_are_kept_are_told_apart_by_all_that_decides_them():
             kept, new = ([x * (rank + 1) for rank in range(2)] for _ in range(2))
             places = [local.Rank(rank, 2, plans=each) for rank, each in enumerate(plans)]
             calls = [
-                arguments.all_reduce_job([each], here=here, rng=Stream(1), **how)
+                arguments.all_reduce_job([each], endpoint=here, rng=Stream(1), **how)
                 for each, here in zip(kept, places, strict=True)
             ]
             local.run(calls)

@@ -9,14 +9,14 @@ def spread(slow, others, workers):
     >>> spread(["A", "B", "C"], ["d", "e", "f", "g", "h"], 2)
     ['A', 'C', 'd', 'e', 'B', 'f', 'g', 'h']
     """
-    size, found = -(-(len(slow) + len(others)) // workers), []
+    size, ordered = -(-(len(slow) + len(others)) // workers), []
     left = list(others)
     for worker in range(workers):
         first = slow[worker::workers]
         count = max(0, size - len(first))
-        found += [*first, *left[:count]]
+        ordered += [*first, *left[:count]]
         left = left[count:]
-    return found + left
+    return ordered + left
 
 
 def pytest_collection_modifyitems(config, items):

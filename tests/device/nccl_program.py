@@ -59,25 +59,25 @@ def random(shape, *seed):
 
 
 def digest(tensors):
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for x in tensors:
-        found.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def everyone(thing):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, thing)
-    return found
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, thing)
+    return gathered
 
 
-def agrees(found, expected, schedule, spec, world):
+def agrees(actual, expected, schedule, spec, world):
     """The bits of ranks on a CPU. Where the network adds, in an order of its own, as near as its dtype is."""
     if not schedules.get(schedule).adds:
-        return torch.equal(found, expected)
+        return torch.equal(actual, expected)
     exact = 1e-3 if schedule.startswith("low_rank") else 1e-5  # products of matrices differ too
     bound = world * 2.0**-8 if spec.startswith("bf16") else exact
-    return bool((found - expected).norm() <= bound * expected.norm() + 1e-6)
+    return bool((actual - expected).norm() <= bound * expected.norm() + 1e-6)
 
 
 def alike(model, what):
@@ -287,8 +287,8 @@ def as_on_cpu(rank, world):
             thinwire.attach(model, name)
         for step in range(9):  # run, recorded, timed, replayed
             gradients = [random(shape, rank, step, i) for i, shape in enumerate(BAG)]
-            found = fed(there, [each.to(DEVICE) for each in gradients])
-            for i, (one, other) in enumerate(zip(found, fed(here, gradients), strict=True)):
+            means = fed(there, [each.to(DEVICE) for each in gradients])
+            for i, (one, other) in enumerate(zip(means, fed(here, gradients), strict=True)):
                 assert torch.equal(one, other), f"{name}, step {step}, w{i}: {(one - other).abs().max()}"
     del world
 
@@ -303,8 +303,8 @@ def sixteen_bits(rank, world):
             thinwire.attach(model, name)
         for step in range(3):
             gradients = [random(shape, rank, step, i).bfloat16() for i, shape in enumerate(BAG)]
-            found = fed(there, [each.to(DEVICE) for each in gradients])
-            assert all(torch.equal(*pair) for pair in zip(found, fed(here, gradients), strict=True)), name
+            means = fed(there, [each.to(DEVICE) for each in gradients])
+            assert all(torch.equal(*pair) for pair in zip(means, fed(here, gradients), strict=True)), name
     for name in ("fp32", "powersgd", "mstopk"):
         model = net()
         model = DistributedDataParallel(model.module.bfloat16())

@@ -110,48 +110,50 @@ def by_rows(index, numel):
     return HAS_GPU and numel % 16 and index % 8
 
 
-def encoded(p, x, plan, residual=None, shift=0, fill=None, aligned=True):
+def encoded(p, x, layout, residual=None, shift=0, fill=None, aligned=True):
     """The reference's wires and residual; the kernel's are compared with them."""
     rows = x.shape[0]
     key = KEY if p.mode == STOCHASTIC else None
-    buffer, inside = blank(rows, plan.nbytes, shift)
+    buffer, inside = blank(rows, layout.nbytes, shift)
     expected = buffer[inside].view(rows, -1)
     if fill is not None:
         fill(x if residual is None else x.float() + residual, expected)
     there = move(buffer)
     left = None if residual is None else residual.clone()
-    block_reference.encode(p, x, expected, plan, key, left)
+    block_reference.encode(p, x, expected, layout, key, left)
     held = None if residual is None else move(residual)
-    block_cuda.encode(p, selftest.placed(x, aligned, DEVICE), there[inside].view(rows, -1), plan, key, held)
+    block_cuda.encode(p, selftest.placed(x, aligned, DEVICE), there[inside].view(rows, -1), layout, key, held)
     assert torch.equal(there.cpu(), buffer)
     if residual is not None:
         same(held, left)
     return expected.clone(), there[inside].view(rows, -1)
 
 
-def check(p, plan, numel, index, fill=None):
+def check(p, layout, numel, index, fill=None):
     """Encode with a residual, decode, and add."""
     x, residual = numbers(numel, index), numbers(numel, index + 1).roll(7, 1)
     for rows in range(3) if by_rows(index, numel) else (slice(3),):
-        check_rows(p, plan, x[rows].view(-1, numel), residual[rows].view(-1, numel), index, fill)
+        check_rows(p, layout, x[rows].view(-1, numel), residual[rows].view(-1, numel), index, fill)
 
 
-def check_rows(p, plan, x, residual, index, fill):
+def check_rows(p, layout, x, residual, index, fill):
     shift = index % 4 if not HAS_GPU or index % 3 == 0 else 0  # a wire out of line is compiled for anew
-    expected, wire = encoded(p, x, plan, residual, shift, fill)
+    expected, wire = encoded(p, x, layout, residual, shift, fill)
     for add, weight in ways_back(index):
         out, there = torch.ones(x.shape), torch.ones(x.shape, device=DEVICE)
-        block_cuda.decode(p, wire, there, plan, weight, add=add)
-        values = block_reference.decode(p, expected, plan, weight)
+        block_cuda.decode(p, wire, there, layout, weight, add=add)
+        values = block_reference.decode(p, expected, layout, weight)
         same(there, out + values if add else values)
 
 
 def check_codec(codec, index, numels):
     p = codec._params
     for numel in numels:
-        plan = codec._plan(numel)
-        fill = (lambda u, wire, plan=plan: codec._fill(u, wire, plan, None)) if p.rule == FILLED else None
-        check(p, plan, numel, index, fill)
+        layout = codec.layout(numel)
+        fill = (
+            (lambda u, wire, layout=layout: codec._fill(u, wire, layout, None)) if p.rule == FILLED else None
+        )
+        check(p, layout, numel, index, fill)
 
 
 FORMATS = (
@@ -229,8 +231,8 @@ def test_scales_between_minimum_and_maximum(bits, block, mode):
     p = BlockParams(GridParams(bits, 0, 0, 2**bits - 1), mode, block, MINMAX, 2.0**bits - 1.0)
     for numel in SIZES if HAS_GPU else (65, 1000):
         codes, blocks = packed_nbytes(numel, bits), p.blocks(numel)
-        plan = WireLayout(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, 0x80000007)
-        check(p, plan, numel, 2 + BETWEEN.index((bits, block, mode)))
+        layout = WireLayout(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, 0x80000007)
+        check(p, layout, numel, 2 + BETWEEN.index((bits, block, mode)))
 
 
 INPUTS = [
@@ -246,9 +248,9 @@ INPUTS = [
 @pytest.mark.parametrize(("codec", "dtype"), INPUTS, ids=str)
 def test_inputs_of_16_bits_and_unaligned_ones(codec, dtype):
     for numel in (1000, 1024, 2064) if HAS_GPU else (1100,):
-        encoded(codec._params, numbers(numel).to(dtype), codec._plan(numel))
+        encoded(codec._params, numbers(numel).to(dtype), codec.layout(numel))
         row = numbers(numel).to(dtype)[1:2]
-        encoded(codec._params, row, codec._plan(numel), numbers(numel, 3)[1:2], aligned=False)
+        encoded(codec._params, row, codec.layout(numel), numbers(numel, 3)[1:2], aligned=False)
 
 
 REDUCED = [
@@ -274,50 +276,50 @@ def test_reduce_adds_in_order_and_encodes(codec, count):
     p = codec._params
     key = KEY if codec.needs_rng else None
     for numel in SIZES if HAS_GPU else (1100,):
-        plan = codec._plan(numel)
-        wires = torch.empty((count, 3, plan.nbytes), dtype=torch.uint8)
+        layout = codec.layout(numel)
+        wires = torch.empty((count, 3, layout.nbytes), dtype=torch.uint8)
         for k in range(count):
-            block_reference.encode(p, numbers(numel, k), wires[k], plan, key)
-        buffer, inside = blank(3, plan.nbytes, 3 if count == 9 else 0)
+            block_reference.encode(p, numbers(numel, k), wires[k], layout, key)
+        buffer, inside = blank(3, layout.nbytes, 3 if count == 9 else 0)
         there = move(buffer)
-        block_reference.reduce(p, wires, buffer[inside].view(3, -1), plan, 1 / 3, key)
-        block_cuda.reduce(p, wires.to(DEVICE), there[inside].view(3, -1), plan, 1 / 3, key)
+        block_reference.reduce(p, wires, buffer[inside].view(3, -1), layout, 1 / 3, key)
+        block_cuda.reduce(p, wires.to(DEVICE), there[inside].view(3, -1), layout, 1 / 3, key)
         assert torch.equal(there.cpu(), buffer)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8", "dynamic_tree"])
 def test_every_code_decodes_alike(name):
     codec = Block(name, 16)
-    plan = codec._plan(256)
-    wire = torch.empty((1, plan.nbytes), dtype=torch.uint8)
-    block_reference.encode(codec._params, torch.ones(1, 256), wire, plan)
+    layout = codec.layout(256)
+    wire = torch.empty((1, layout.nbytes), dtype=torch.uint8)
+    block_reference.encode(codec._params, torch.ones(1, 256), wire, layout)
     wire[0, :256] = torch.arange(256).to(torch.uint8)
     out = torch.empty((1, 256), device=DEVICE)
-    block_cuda.decode(codec._params, wire.to(DEVICE), out, plan, 1.0, add=False)
-    same(out, block_reference.decode(codec._params, wire, plan))
+    block_cuda.decode(codec._params, wire.to(DEVICE), out, layout, 1.0, add=False)
+    same(out, block_reference.decode(codec._params, wire, layout))
 
 
 @pytest.mark.parametrize("add", [False, True])
 def test_a_row_with_another_tag_is_nan(add):
     codec, other = Block("int8", 64), OneBit()
     x = torch.randn(2, 300)
-    _, wire = encoded(codec._params, x, codec._plan(300))
+    _, wire = encoded(codec._params, x, codec.layout(300))
     wire[1, -1] ^= 1
     out = torch.zeros((2, 300), device=DEVICE)
-    block_cuda.decode(codec._params, wire, out, codec._plan(300), 1.0, add=add)
+    block_cuda.decode(codec._params, wire, out, codec.layout(300), 1.0, add=add)
     assert not out[0].isnan().any()
     assert out[1].isnan().all()
     reduced = torch.empty((2, wire.shape[1]), dtype=torch.uint8, device=DEVICE)
-    block_cuda.reduce(codec._params, wire[None], reduced, codec._plan(300), 1.0, None)
-    again = block_reference.decode(codec._params, reduced.cpu(), codec._plan(300))
+    block_cuda.reduce(codec._params, wire[None], reduced, codec.layout(300), 1.0, None)
+    again = block_reference.decode(codec._params, reduced.cpu(), codec.layout(300))
     assert not again[0].isnan().any()
     assert again[1].isnan().all()
-    plan = other._plan(300)
-    wire = torch.empty((2, plan.nbytes), dtype=torch.uint8, device=DEVICE)
-    block_cuda.onebit_encode(x.to(DEVICE), wire, plan, "zero", None)
+    layout = other.layout(300)
+    wire = torch.empty((2, layout.nbytes), dtype=torch.uint8, device=DEVICE)
+    block_cuda.onebit_encode(x.to(DEVICE), wire, layout, "zero", None)
     wire[0, -4] ^= 8
     out = torch.zeros((2, 300), device=DEVICE)
-    block_cuda.onebit_decode(wire, out, plan, 1.0, add=add)
+    block_cuda.onebit_decode(wire, out, layout, 1.0, add=add)
     assert out[0].isnan().all()
     assert not out[1].isnan().any()
 
@@ -331,33 +333,33 @@ SIGN_BLOCKS = [64, 128, 2048, 8192, 16384] if HAS_GPU else [64, 128, 2048]
 def test_one_bit(block, threshold):
     codec = OneBit(block, threshold)
     for index, numel in enumerate((*SIZES, 20000) if HAS_GPU else (65, 2064)):
-        plan = codec._plan(numel)
+        layout = codec.layout(numel)
         x, residual = numbers(numel), numbers(numel, 1).roll(9, 1)
         x[2, :64] = torch.finfo(torch.float32).max
         x[1, 960:1024] = 2.0**-130
         for rows in range(3) if by_rows(SIGN_BLOCKS.index(block), numel) else (slice(3),):
             one, left = x[rows].view(-1, numel), residual[rows].view(-1, numel)
-            check_onebit(plan, threshold, one, left, index % 4)
+            check_onebit(layout, threshold, one, left, index % 4)
             if not HAS_GPU or numel % 16 == 0:
-                check_onebit(plan, threshold, one.bfloat16(), None, index % 4)
+                check_onebit(layout, threshold, one.bfloat16(), None, index % 4)
 
 
-def check_onebit(plan, threshold, x, residual, shift):
+def check_onebit(layout, threshold, x, residual, shift):
     count = len(x)
-    buffer, inside = blank(count, plan.nbytes, shift)
+    buffer, inside = blank(count, layout.nbytes, shift)
     there = move(buffer)
     expected, wire = buffer[inside].view(count, -1), there[inside].view(count, -1)
     left = None if residual is None else residual.clone()
     held = None if residual is None else move(residual)
-    onebit_reference.encode(x, expected, plan, threshold, left)
-    block_cuda.onebit_encode(x.to(DEVICE), wire, plan, threshold, held)
+    onebit_reference.encode(x, expected, layout, threshold, left)
+    block_cuda.onebit_encode(x.to(DEVICE), wire, layout, threshold, held)
     assert torch.equal(there.cpu(), buffer)
     if residual is not None:
         same(held, left)
-    for add, weight in ways_back(SIGN_BLOCKS.index(plan.block) + THRESHOLDS.index(threshold)):
+    for add, weight in ways_back(SIGN_BLOCKS.index(layout.block) + THRESHOLDS.index(threshold)):
         out, result = torch.ones(x.shape), torch.ones(x.shape, device=DEVICE)
-        values = onebit_reference.decode(expected, plan, weight)
-        block_cuda.onebit_decode(wire, result, plan, weight, add=add)
+        values = onebit_reference.decode(expected, layout, weight)
+        block_cuda.onebit_decode(wire, result, layout, weight, add=add)
         same(result, out + values if add else values)
 
 
@@ -397,14 +399,14 @@ def test_words_are_those_of_the_stream(row, width):
 def test_more_elements_than_32_bits_count(codec, monkeypatch):
     """In the interpreter with fewer."""
     numel = (1 << 32 if HAS_GPU else 1 << 12) + 1536
-    p, plan = codec._params, codec._plan(numel)
+    p, layout = codec._params, codec.layout(numel)
     x = torch.zeros((1, numel), dtype=torch.bfloat16, device=DEVICE)
     x[:, -2048:] = torch.randn(2048, device=DEVICE).to(torch.bfloat16)
-    wire = torch.empty((1, plan.nbytes), dtype=torch.uint8, device=DEVICE)
+    wire = torch.empty((1, layout.nbytes), dtype=torch.uint8, device=DEVICE)
     key = KEY if codec.needs_rng else None
-    block_cuda.encode(p, x, wire, plan, key, None)
+    block_cuda.encode(p, x, wire, layout, key, None)
     start = numel - 2048
-    tail = codec._plan(2048)
+    tail = codec.layout(2048)
     expected = torch.empty((1, tail.nbytes), dtype=torch.uint8)
     if key:
         words = reference.philox(torch.arange(start // 4, start // 4 + 512), key)
@@ -413,11 +415,11 @@ def test_more_elements_than_32_bits_count(codec, monkeypatch):
         monkeypatch.setattr(block_reference, "_row_words", lambda *_: late)
     block_reference.encode(p, x[:, start:].float().cpu(), expected, tail, key)
     nbytes = tail.scales_at
-    assert torch.equal(wire[:, plan.scales_at - nbytes : plan.scales_at].cpu(), expected[:, :nbytes])
+    assert torch.equal(wire[:, layout.scales_at - nbytes : layout.scales_at].cpu(), expected[:, :nbytes])
     scales = 2048 // codec.block * 4
     assert torch.equal(wire[:, -4 - scales : -4].cpu(), expected[:, nbytes : nbytes + scales])
     out = torch.empty((1, numel), device=DEVICE)
-    block_cuda.decode(p, wire, out, plan, 1.0, add=False)
+    block_cuda.decode(p, wire, out, layout, 1.0, add=False)
     same(out[:, start:], block_reference.decode(p, expected, tail))
     assert not out[:, : min(start, 1 << 20)].any()
 
@@ -426,7 +428,7 @@ def test_more_elements_than_32_bits_count(codec, monkeypatch):
 def test_more_rows_than_a_grid_dimension(rows, monkeypatch):
     monkeypatch.setattr(block_cuda, "GRID_ROWS", min(rows // 2, block_cuda.GRID_ROWS))
     codec = Block("int8", 16, "stochastic")
-    encoded(codec._params, torch.randn(rows, 20), codec._plan(20))
+    encoded(codec._params, torch.randn(rows, 20), codec.layout(20))
 
 
 @needs_gpu
@@ -453,10 +455,10 @@ def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(variant, 
     assert selftest._try_encode(p, variant)
     right = block_cuda._encode
 
-    def wrong(p, x, wire, plan, key, residual):
-        right(p, x, wire, plan, key, residual)
-        scales = wire[:, plan.scales_at : plan.scales_at + 8].clone()
-        wire[:, plan.scales_at : plan.scales_at + 8] = scales.roll(4, 1)  # two blocks trade scales
+    def wrong(p, x, wire, layout, key, residual):
+        right(p, x, wire, layout, key, residual)
+        scales = wire[:, layout.scales_at : layout.scales_at + 8].clone()
+        wire[:, layout.scales_at : layout.scales_at + 8] = scales.roll(4, 1)  # two blocks trade scales
 
     monkeypatch.setattr(block_cuda, "_encode", wrong)
     assert not selftest._try_encode(p, variant)

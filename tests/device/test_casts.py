@@ -38,8 +38,8 @@ def made(codec, shift=0):
         wires.append(byte)
         at, byte = at + numel + 5, byte + codec.nbytes(numel) + 8
     nothing = (0,) * len(NUMELS)
-    plans = tuple(codec.plan(numel) for numel in NUMELS)
-    return Segments(plans, tuple(starts), tuple(wires), tuple(held), nothing, nothing), at + 8, byte
+    layouts = tuple(codec.layout(numel) for numel in NUMELS)
+    return Segments(layouts, tuple(starts), tuple(wires), tuple(held), nothing, nothing), at + 8, byte
 
 
 def numbers(numel, seed, dtype=torch.float32):
@@ -67,8 +67,8 @@ def test_encoding_is_that_of_torch(spec, feedback, dtype):
     there, left = wire.clone().to(DEVICE), None if held is None else held.clone().to(DEVICE)
     cast_cuda.encode(x.to(DEVICE), there, segments, WIRES[spec], left)
     Codec.encode_segments(codec, x, wire, segments, residual=held)
-    for at, plan in zip(segments.wires, segments.plans, strict=True):
-        size = plan.numel * WIRES[spec].itemsize
+    for at, layout in zip(segments.wires, segments.layouts, strict=True):
+        size = layout.numel * WIRES[spec].itemsize
         same(there[at : at + size].view(WIRES[spec]), wire[at : at + size].view(WIRES[spec]))
         there[at : at + size] = wire[at : at + size].to(DEVICE)
     assert torch.equal(there.cpu(), wire)  # padding, and what lies between
@@ -87,10 +87,10 @@ def test_sums_are_those_of_torch(spec, count, out):
     wires = torch.zeros(count * stride, dtype=torch.uint8)
     for k in range(count):
         Codec.encode_segments(codec, numbers(numel, 10 + k), wires[k * stride :], segments)
-    expected, found = torch.ones(numel), torch.ones(numel, dtype=out, device=DEVICE)
+    expected, summed = torch.ones(numel), torch.ones(numel, dtype=out, device=DEVICE)
     Codec.decode_segments(codec, wires, expected, segments, 0.3, count, stride)
-    cast_cuda.decode(wires.to(DEVICE), found, segments, WIRES[spec], 0.3, count, stride)
-    same(found, expected.to(out))
+    cast_cuda.decode(wires.to(DEVICE), summed, segments, WIRES[spec], 0.3, count, stride)
+    same(summed, expected.to(out))
     again, there = (
         torch.zeros(nbytes, dtype=torch.uint8),
         torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE),
@@ -100,6 +100,6 @@ def test_sums_are_those_of_torch(spec, count, out):
     Codec.decode_segments(codec, wires, total, packed, 0.3, count, stride)
     Codec.encode_segments(codec, total + 0.0, again, packed)
     cast_cuda.reduce(wires.to(DEVICE), there, segments, WIRES[spec], 0.3, count, stride, None)
-    for at, plan in zip(segments.wires, segments.plans, strict=True):
-        size = plan.numel * WIRES[spec].itemsize
+    for at, layout in zip(segments.wires, segments.layouts, strict=True):
+        size = layout.numel * WIRES[spec].itemsize
         same(there[at : at + size].view(WIRES[spec]), again[at : at + size].view(WIRES[spec]))

@@ -25,9 +25,9 @@ NUMEL = 700_000  # more than a piece
 
 
 def port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def start(work, world, *args):
@@ -61,11 +61,11 @@ def _equal_to_cpu(rank, world):
             if work is not None:
                 work.wait()
             local.all_reduce(there, [Channel(spec) for _ in there], "avg", schedule)
-            found = mine.cpu()
+            actual = mine.cpu()
             if schedules.get(schedule).adds:
-                assert (found - there[rank]).norm() <= 1e-3 * there[rank].norm() + 1e-6, (schedule, spec)
+                assert (actual - there[rank]).norm() <= 1e-3 * there[rank].norm() + 1e-6, (schedule, spec)
             else:
-                assert torch.equal(found, there[rank]), (schedule, spec)
+                assert torch.equal(actual, there[rank]), (schedule, spec)
 
 
 def _other_calls(rank, world):

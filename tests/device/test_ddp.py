@@ -18,9 +18,9 @@ STEPS = 20
 
 
 def start(work, world, *args):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     mp.spawn(_rank, args=(world, port, work, args), nprocs=world)
 
 
@@ -55,9 +55,9 @@ def train(net, rank, steps, amp=False):
 
 def equal_everywhere(net):
     bits = b"".join(p.detach().cpu().numpy().tobytes() for p in net.parameters())
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, hashlib.sha256(bits).hexdigest())
-    return len(set(found)) == 1
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, hashlib.sha256(bits).hexdigest())
+    return len(set(gathered)) == 1
 
 
 def _recipes(rank, world):

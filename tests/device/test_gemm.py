@@ -93,16 +93,16 @@ def prepared(name, mode=0):
     return None if name is None else formats.get(name)._prepared(mode)
 
 
-def assert_same(found, wanted):
-    assert torch.equal(found.cpu().view(torch.int32), wanted.view(torch.int32))
+def assert_same(actual, wanted):
+    assert torch.equal(actual.cpu().view(torch.int32), wanted.view(torch.int32))
 
 
 def assert_definition(p, a, b, key=None):
     shape = a.shape[0], a.shape[1], b.shape[2]
-    wanted, found = torch.empty(shape), torch.empty(shape, device=DEVICE)
+    wanted, product = torch.empty(shape), torch.empty(shape, device=DEVICE)
     gemm_reference.gemm(p, a, b, wanted, key)
-    gemm_cuda.gemm(p, a.to(DEVICE), b.to(DEVICE), found, key)
-    assert_same(found, wanted)
+    gemm_cuda.gemm(p, a.to(DEVICE), b.to(DEVICE), product, key)
+    assert_same(product, wanted)
 
 
 def shapes(all_of_them, long=True):
@@ -129,9 +129,9 @@ QUICK = [each for each in formats.FORMATS.values() if quick(each._prepared(0), 0
 def test_quick_rounding_is_the_formats_own(format, probes):
     x = probes(format)[None] if HAS_GPU else probes(format)[None, ::997]
     p = GemmParams(None, format._prepared(0), 0, PAIRWISE)
-    found = torch.empty(1, *x.shape, device=DEVICE)
-    gemm_cuda.gemm(p, torch.ones(1, 1, 1, device=DEVICE), x[None].to(DEVICE), found)
-    assert_same(found[0], format.round(x))
+    rounded = torch.empty(1, *x.shape, device=DEVICE)
+    gemm_cuda.gemm(p, torch.ones(1, 1, 1, device=DEVICE), x[None].to(DEVICE), rounded)
+    assert_same(rounded[0], format.round(x))
 
 
 @pytest.mark.parametrize("name", [*ODD, "dynamic_tree_legacy"] if HAS_GPU else ODD)
@@ -301,10 +301,10 @@ def test_exact_sums_equal_the_plain_method(width, less, levels, lowest):
         window = gemm_quire.window(gemm_cpu._extent(a), gemm_cpu._extent(b), steps)
         assert lowest < -60 or steps == 1 or (window and window.levels) == levels
         for odd in (False, True):
-            wanted, found = torch.empty(2, rows, columns), torch.empty(2, rows, columns, device=DEVICE)
+            wanted, product = torch.empty(2, rows, columns), torch.empty(2, rows, columns, device=DEVICE)
             gemm_exact.gemm(a, b, wanted, odd=odd)
-            gemm_cuda.exact(a.to(DEVICE), b.to(DEVICE), found, odd=odd)
-            assert_same(found, wanted)
+            gemm_cuda.exact(a.to(DEVICE), b.to(DEVICE), product, odd=odd)
+            assert_same(product, wanted)
 
 
 def share(monkeypatch, steps):
@@ -318,10 +318,10 @@ def assert_exact_parts(a, b):
     """To nearest and to odd, as the plain method has it. Returns the number of levels."""
     shape = a.shape[0], a.shape[1], b.shape[2]
     for odd in (False, True):
-        wanted, found = torch.empty(shape), torch.empty(shape, device=DEVICE)
+        wanted, product = torch.empty(shape), torch.empty(shape, device=DEVICE)
         gemm_exact.gemm(a, b, wanted, odd=odd)
-        gemm_cuda.exact(a.to(DEVICE), b.to(DEVICE), found, odd=odd)
-        assert_same(found, wanted)
+        gemm_cuda.exact(a.to(DEVICE), b.to(DEVICE), product, odd=odd)
+        assert_same(product, wanted)
     window = gemm_quire.window(gemm_cpu._extent(a), gemm_cpu._extent(b), a.shape[-1])
     return window and window.levels
 
@@ -385,9 +385,9 @@ def test_chunks_side_by_side_equal_the_definition(pair, chunk, offset, monkeypat
     for each, sums in ((12, 1 << 26), (1, 1)) if chunk == 3 else ((9, 1 << 26),):  # or: no room for sums
         share(monkeypatch, each)
         monkeypatch.setattr(gemm_cuda, "SUMS", sums)
-        found = torch.empty(2, 3, 5, device=DEVICE)
-        gemm_cuda.gemm(p, a.to(DEVICE), b.to(DEVICE), found)
-        assert_same(found, wanted)
+        product = torch.empty(2, 3, 5, device=DEVICE)
+        gemm_cuda.gemm(p, a.to(DEVICE), b.to(DEVICE), product)
+        assert_same(product, wanted)
 
 
 @needs_gpu
@@ -413,8 +413,8 @@ def test_extents_are_those_of_the_cpu(few, monkeypatch):
     monkeypatch.setattr(gemm_cuda, "FEW_SCANS", few)
     a, b = operands(7, 300, 5)
     for x, y in ((a, b), (a.nan_to_num(1.0, 2.0, 3.0), torch.zeros(1)), (torch.full((1,), 1e-45), -b * 0.0)):
-        found = gemm_cuda._extents(x.to(DEVICE), y.to(DEVICE))
-        assert found == [gemm_cpu._extent(x), gemm_cpu._extent(y)]
+        extents = gemm_cuda._extents(x.to(DEVICE), y.to(DEVICE))
+        assert extents == [gemm_cpu._extent(x), gemm_cpu._extent(y)]
     assert gemm_cpu._extent(torch.zeros(3)) == gemm_quire.Extent(gemm_quire.NO_FIELD, 1)
     assert gemm_cpu._extent(torch.tensor([1.0, 0.375, 1e-45])) == gemm_quire.Extent(1, 127)
     assert gemm_cpu._extent(torch.tensor([0.375, INF])) == gemm_quire.Extent(147, 255)

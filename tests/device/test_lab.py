@@ -64,23 +64,23 @@ def nothing_is_left():
 
 
 def test_two_hosts_reduce_over_a_link_of_10_gigabits():
-    found, run, lab = reduce(hosts=2, link="10gbit")
-    print(found, lab, sep="\n")  # noqa: T201
+    reports, run, lab = reduce(hosts=2, link="10gbit")
+    print(reports, lab, sep="\n")  # noqa: T201
     least_ms = NBYTES * 8 / 10e9 * 1e3
-    for each, counted in zip(found, run.counters, strict=True):
+    for each, counted in zip(reports, run.counters, strict=True):
         assert each["large_ms"] > 0.9 * least_ms  # else it went around the link
         assert counted.sent_nbytes > 5 * NBYTES
     described = lab.topology.describe()
     assert described["gpu_shared"] == (torch.cuda.device_count() == 1)
     if described["gpu_shared"]:
         assert not described["mps"].startswith("none"), described["mps"]
-        assert described["mps"] == "was running" or found[0]["mps"]
+        assert described["mps"] == "was running" or reports[0]["mps"]
     assert nothing_is_left()
 
 
 def test_ranks_of_a_node_share_a_gpu_too():
-    found, run, _ = reduce(nodes=2, per_node=2, inside="10gbit", between="2gbit")
-    assert len(found) == 4
+    reports, run, _ = reduce(nodes=2, per_node=2, inside="10gbit", between="2gbit")
+    assert len(reports) == 4
     assert all(each.sent_nbytes > NBYTES for each in run.node_counters)
     assert nothing_is_left()
 

@@ -61,11 +61,11 @@ def _no_device_switch(monkeypatch):
 def minmax(bits, block, mode):
     p = BlockParams(GridParams(bits, 0, 0, 2**bits - 1), mode, block, MINMAX, 2.0**bits - 1.0)
 
-    def plan(numel):
+    def layout(numel):
         codes, blocks = packed_nbytes(numel, bits), p.blocks(numel)
         return WireLayout(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, -7)
 
-    return p, plan
+    return p, layout
 
 
 CODECS = (
@@ -81,7 +81,7 @@ CODECS = (
     Block("float4_e2m1fn", 16, scaling=Scaling("absmax", store="e4m3")),
 )
 LARGE = (Block("int8", 16384), Block("int4", 16384, "stochastic"))
-CASES = [(codec._params, codec._plan) for codec in (*CODECS, *(LARGE if HAS_GPU else LARGE[:1]))]
+CASES = [(codec._params, codec.layout) for codec in (*CODECS, *(LARGE if HAS_GPU else LARGE[:1]))]
 CASES += [minmax(8, 64, NEAREST), minmax(4, 128, STOCHASTIC), minmax(8, 16384, NEAREST)]
 NAMES = [
     *(codec.name for codec in (*CODECS, *(LARGE if HAS_GPU else LARGE[:1]))),
@@ -89,7 +89,7 @@ NAMES = [
     "minmax4",
     "minmax8l",
 ]
-BLOCK_CASES = pytest.mark.parametrize(("p", "plan"), CASES, ids=NAMES)
+BLOCK_CASES = pytest.mark.parametrize(("p", "layout"), CASES, ids=NAMES)
 STEPS = (1, 4, 8, 16)
 ALIGNMENTS = (
     (1, False, 1),
@@ -101,27 +101,27 @@ ONEBITS = [OneBit(block, threshold) for block, threshold in ((64, "zero"), (128,
 ONEBITS += [OneBit(16384, "sign"), OneBit(64, "mean")] if HAS_GPU else []
 
 
-def segments_of(plans, step=1):
+def segments_of(layouts, step=1):
     """Segments that begin at odd multiples of a step, the last one first."""
-    room = [-(-plan.numel // step) // 2 * 2 * step + 4 * step for plan in plans]
+    room = [-(-layout.numel // step) // 2 * 2 * step + 4 * step for layout in layouts]
     ends = list(itertools.accumulate(room))
-    wires = tuple(itertools.accumulate((plan.nbytes + 8 for plan in plans), initial=4))
+    wires = tuple(itertools.accumulate((layout.nbytes + 8 for layout in layouts), initial=4))
     return Segments(
-        plans=tuple(plans),
+        layouts=tuple(layouts),
         starts=tuple(step + ends[-1] - end for end in ends),
-        wires=wires[: len(plans)],
+        wires=wires[: len(layouts)],
         held=tuple(step + end - each for end, each in zip(ends, room, strict=True)),
-        tensors=tuple(0xFFFFFF00 + 3 * i for i in range(len(plans))),
-        rows=tuple(5 * i for i in range(len(plans))),
+        tensors=tuple(0xFFFFFF00 + 3 * i for i in range(len(layouts))),
+        rows=tuple(5 * i for i in range(len(layouts))),
     )
 
 
 def sizes(segments):
     """Elements and bytes that flat tensors must have."""
-    last = max(range(len(segments.plans)), key=lambda i: segments.starts[i])
+    last = max(range(len(segments.layouts)), key=lambda i: segments.starts[i])
     ends = (segments.starts[last], max(segments.held))
-    numel = max(ends) + max(plan.numel for plan in segments.plans) + 8
-    return numel, segments.wires[-1] + segments.plans[-1].nbytes + 12
+    numel = max(ends) + max(layout.numel for layout in segments.layouts) + 8
+    return numel, segments.wires[-1] + segments.layouts[-1].nbytes + 12
 
 
 def numbers(numel, seed=0):
@@ -157,26 +157,26 @@ def same(one, other):
 
 def fill(p, segments, x, wire, residual=None):
     """Scales of every segment into its wire, of any size; NaN where something is not finite."""
-    for i, plan in enumerate(segments.plans):
+    for i, layout in enumerate(segments.layouts):
         there = segment_reference.wire_of(wire, segments, i)
-        u = segment_reference.row_of(x, segments.starts[i], plan.numel).float()
+        u = segment_reference.row_of(x, segments.starts[i], layout.numel).float()
         if residual is not None:
             u = u + segment_reference.held_of(residual, segments, i)
         cut = block_reference._cut(u, p.block, 0.0)
         scales = torch.rand(cut.shape[:2], generator=torch.Generator().manual_seed(i)) + 0.01
         scales = block_reference._poison(scales * u.nan_to_num(1, 1, 1).abs().mean(), ~cut.isfinite().all(-1))
         one = torch.ones(1, 1)
-        if plan.extra_at < plan.nbytes - 4:
-            block_reference._put(there, plan.extra_at, block_reference._as_bytes(one))
-        block_reference._put(there, plan.scales_at, block_reference.store_scales(p, scales, one))
+        if layout.extra_at < layout.nbytes - 4:
+            block_reference._put(there, layout.extra_at, block_reference._as_bytes(one))
+        block_reference._put(there, layout.scales_at, block_reference.store_scales(p, scales, one))
 
 
 def numels_for(p):
     return NUMELS if p.block <= 4096 else (*NUMELS[:2], 17000, 40000)[: 4 if HAS_GPU else 3]
 
 
-def check_encode(p, plan, step, dtype, feedback, offset):
-    segments = segments_of([plan(numel) for numel in numels_for(p)], step)
+def check_encode(p, layout, step, dtype, feedback, offset):
+    segments = segments_of([layout(numel) for numel in numels_for(p)], step)
     numel, nbytes = sizes(segments)
     x, wire = numbers(numel).to(dtype), buffer(nbytes)
     residual = numbers(numel, 1) if feedback else None
@@ -191,20 +191,20 @@ def check_encode(p, plan, step, dtype, feedback, offset):
 
 
 @BLOCK_CASES
-def test_encoding(p, plan):
-    index = CASES.index((p, plan))
+def test_encoding(p, layout):
+    index = CASES.index((p, layout))
     if HAS_GPU:
         every = itertools.product(STEPS, (False, True), (0, 1))
         for step, feedback, offset in every if index == 0 else ALIGNMENTS:
-            check_encode(p, plan, step, torch.float32, feedback, offset)
+            check_encode(p, layout, step, torch.float32, feedback, offset)
     else:
-        check_encode(p, plan, STEPS[index % 4], torch.float32, index % 2 == 0, index % 3)
+        check_encode(p, layout, STEPS[index % 4], torch.float32, index % 2 == 0, index % 3)
 
 
 def test_random_numbers_come_from_memory():
     """So that a program that was recorded draws anew at every replay, whatever the host said before."""
-    p, plan = minmax(4, 128, STOCHASTIC)
-    segments = segments_of([plan(numel) for numel in NUMELS[:3]], 4)
+    p, layout = minmax(4, 128, STOCHASTIC)
+    segments = segments_of([layout(numel) for numel in NUMELS[:3]], 4)
     numel, nbytes = sizes(segments)
     x, wire, words = numbers(numel), buffer(nbytes), None
     stale = Draw(1, 2, 3)
@@ -227,7 +227,7 @@ def put_draw_here(draw, words):
 @pytest.mark.parametrize("codec", [CODECS[0], CODECS[1], CODECS[5], OneBit()], ids=lambda codec: codec.name)
 def test_vectors_of_16_bits(codec, dtype):
     step = 8 if dtype == torch.bfloat16 else 1
-    segments = segments_of([codec._plan(numel) for numel in NUMELS], step)
+    segments = segments_of([codec.layout(numel) for numel in NUMELS], step)
     numel, nbytes = sizes(segments)
     x, wire, out = numbers(numel).to(dtype), buffer(nbytes), torch.full((numel,), 7.0, dtype=dtype)
     there, result = move(wire), move(out, 3)
@@ -269,10 +269,10 @@ def steps_of(index, count):
 
 @pytest.mark.parametrize("count", COUNTS)
 @BLOCK_CASES
-def test_decoding_and_reducing(p, plan, count):
-    index = CASES.index((p, plan))
+def test_decoding_and_reducing(p, layout, count):
+    index = CASES.index((p, layout))
     for step, feedback in steps_of(index, count):
-        segments = segments_of([plan(numel) for numel in numels_for(p)], step)
+        segments = segments_of([layout(numel) for numel in numels_for(p)], step)
         numel = sizes(segments)[0]
         wires, stride = wires_of(p, segments, count)
         there = move(wires, 8)
@@ -297,7 +297,7 @@ def test_decoding_and_reducing(p, plan, count):
 def test_one_bit(codec, count):
     cases = steps_of(ONEBITS.index(codec), count) if HAS_GPU else ((4, False), (1, True))
     for step, feedback in cases:
-        segments = segments_of([codec._plan(numel) for numel in (*NUMELS, codec.block + 3)], step)
+        segments = segments_of([codec.layout(numel) for numel in (*NUMELS, codec.block + 3)], step)
         numel, nbytes = sizes(segments)
         wires, there = buffer(count * nbytes), move(buffer(count * nbytes), 4)
         for k in range(count):
@@ -330,14 +330,14 @@ def check_signs(codec, segments, wires, there, count, feedback):
 
 def test_one_bit_rows_reduce_as_segments():
     codec = OneBit(64)
-    plan = codec._plan(1100)
+    layout = codec.layout(1100)
     wires = torch.stack([codec.encode(numbers(2200, k).view(2, 1100)) for k in range(3)])
-    out, expected = (torch.empty(2, plan.nbytes, dtype=torch.uint8) for _ in range(2))
+    out, expected = (torch.empty(2, layout.nbytes, dtype=torch.uint8) for _ in range(2))
     result = move(out.view(-1)).view(2, -1)
-    block_cuda.onebit_reduce(wires.to(DEVICE), result, plan, "zero", 0.5)
+    block_cuda.onebit_reduce(wires.to(DEVICE), result, layout, "zero", 0.5)
     from thinwire.kernels import onebit_reference
 
-    onebit_reference.reduce(wires, expected, plan, "zero", 0.5)
+    onebit_reference.reduce(wires, expected, layout, "zero", 0.5)
     assert torch.equal(result.cpu(), expected)
 
 
@@ -348,18 +348,18 @@ def test_largest_magnitudes(dtype, feedback):
     numel = sizes(segments)[0]
     x, residual = numbers(numel).to(dtype), numbers(numel, 1) if feedback else None
     held = None if residual is None else move(residual)
-    found = segment_cuda.magnitudes(move(x), segments, held)
-    assert torch.equal(found.cpu(), segment_reference.magnitudes(x, segments, residual))
+    maxima = segment_cuda.magnitudes(move(x), segments, held)
+    assert torch.equal(maxima.cpu(), segment_reference.magnitudes(x, segments, residual))
 
 
 def test_keys_are_those_of_streams():
     """The same bytes as rows whose key the stream gives."""
     codec = Block("int4", 64, "stochastic")
-    p, plan, x = codec._params, codec._plan(1000), torch.randn(1000)
-    segments = Segments((plan,), (0,), (0,), (0,), (77,), (2,))
+    p, layout, x = codec._params, codec.layout(1000), torch.randn(1000)
+    segments = Segments((layout,), (0,), (0,), (0,), (77,), (2,))
     stream = Stream(DRAW.seed, DRAW.step, 77, DRAW.rank)
     expected = codec.encode(torch.stack([torch.zeros(1000), torch.zeros(1000), x]), stream)[2]
-    wire = move(buffer(plan.nbytes))
+    wire = move(buffer(layout.nbytes))
     segment_cuda.encode(p, move(x), wire, segments, DRAW, None)
     assert torch.equal(wire.cpu(), expected)
 
@@ -367,13 +367,13 @@ def test_keys_are_those_of_streams():
 def test_wires_with_another_tag_are_nan_and_segments_without_elements_have_a_tag():
     codec = Block("int8", 64)
     p = codec._params
-    segments = segments_of([codec._plan(numel) for numel in (300, 0, 200)])
+    segments = segments_of([codec.layout(numel) for numel in (300, 0, 200)])
     numel, nbytes = sizes(segments)
     wire = move(buffer(nbytes))
     segment_cuda.encode(p, move(torch.ones(numel)), wire, segments, None, None)
     tag = wire[segments.wires[1] : segments.wires[1] + 4].cpu().view(torch.int32).item()
     assert tag == codec.tag(0)
-    wire[segments.wires[2] + segments.plans[2].nbytes - 1] ^= 1
+    wire[segments.wires[2] + segments.layouts[2].nbytes - 1] ^= 1
     out = move(torch.zeros(numel))
     segment_cuda.decode(p, wire, out, segments, 1.0, 1, 0)
     assert not out[segments.starts[0] : segments.starts[0] + 300].isnan().any()
@@ -396,7 +396,7 @@ def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(monkeypat
 
     def wrong(ready, p, x, wire, segments, draw, residual):
         right(ready, p, x, wire, segments, draw, residual)
-        at = segments.wires[0] + segments.plans[0].scales_at
+        at = segments.wires[0] + segments.layouts[0].scales_at
         wire[at : at + 8] = wire[at : at + 8].clone().roll(4)  # two blocks trade scales
 
     monkeypatch.setattr(segment_cuda, "run_encode", wrong)
@@ -406,7 +406,7 @@ def test_the_trial_tells_a_sound_program_from_one_that_mixes_up_scales(monkeypat
 @needs_gpu
 def test_a_compiled_program_is_called_directly():
     codec = Block("int8", 256)
-    segments = segments_of([codec._plan(numel) for numel in NUMELS], 4)
+    segments = segments_of([codec.layout(numel) for numel in NUMELS], 4)
     numel, nbytes = sizes(segments)
     x, wire = move(numbers(numel)), move(buffer(nbytes))
     for _ in range(3):
@@ -421,11 +421,11 @@ def test_a_compiled_program_is_called_directly():
 @needs_gpu
 def test_more_elements_than_32_bits_count():
     codec = Block("int8", 256)
-    plans = [codec._plan(numel) for numel in ((1 << 31) + 1536, 700)]
-    segments = Segments(tuple(plans), (0, (1 << 31) + 1544), (0, plans[0].nbytes), (0, 0), (0, 0), (0, 0))
+    layouts = [codec.layout(numel) for numel in ((1 << 31) + 1536, 700)]
+    segments = Segments(tuple(layouts), (0, (1 << 31) + 1544), (0, layouts[0].nbytes), (0, 0), (0, 0), (0, 0))
     x = torch.zeros((1 << 31) + 4096, dtype=torch.bfloat16, device=DEVICE)
     x[(1 << 31) - 512 :] = torch.randn(4608, device=DEVICE).to(torch.bfloat16)
-    wire = torch.empty(plans[0].nbytes + plans[1].nbytes, dtype=torch.uint8, device=DEVICE)
+    wire = torch.empty(layouts[0].nbytes + layouts[1].nbytes, dtype=torch.uint8, device=DEVICE)
     segment_cuda.encode(codec._params, x, wire, segments, None, None)
     out = torch.empty_like(x)
     segment_cuda.decode(codec._params, wire, out, segments, 1.0, 1, 0)
@@ -433,4 +433,4 @@ def test_more_elements_than_32_bits_count():
     expected = codec.decode(codec.encode(tail), 2048).to(torch.bfloat16)
     assert torch.equal(out[(1 << 31) - 512 : (1 << 31) + 1536].cpu(), expected)
     last = x[(1 << 31) + 1544 : (1 << 31) + 2244].float().cpu()
-    assert torch.equal(wire[plans[0].nbytes :].cpu(), codec.encode(last))
+    assert torch.equal(wire[layouts[0].nbytes :].cpu(), codec.encode(last))

@@ -80,8 +80,8 @@ def assert_choices(x, k, threshold=0.3):
     x = x.to(DEVICE)
     assert torch.equal(select_cuda.largest(x, k), select.largest_reference(x, k))
     for rounds in (30, 3) if HAS_GPU else (30,):
-        found = select_cuda.bisected(x, k, rounds)
-        assert torch.equal(found, select.bisected_reference(x, k, rounds))
+        chosen = select_cuda.bisected(x, k, rounds)
+        assert torch.equal(chosen, select.bisected_reference(x, k, rounds))
     places, count = select_cuda.reaching(x, threshold, k)
     wanted, wanted_count = select.reaching_reference(x, threshold, k)
     assert torch.equal(places, wanted)
@@ -182,13 +182,13 @@ def test_wires_are_those_of_the_cpu(codec, programs):
         wire = programs(lambda: codec.encode(there, rng, residual=held))  # noqa: B023
         wanted = codec.encode(x, rng, residual=residual)
         decoded = codec.decode(wanted, numel)
-        found = programs(lambda: codec.decode(wire, numel))  # noqa: B023
+        arrived = programs(lambda: codec.decode(wire, numel))  # noqa: B023
         if not decoded.isnan().any():
             assert torch.equal(wire.cpu(), wanted), (kind, numel)
-            assert torch.equal(found.cpu().view(torch.int32), decoded.view(torch.int32))
+            assert torch.equal(arrived.cpu().view(torch.int32), decoded.view(torch.int32))
         programs(lambda: codec.decode_add(wire, sums, 0.3))  # noqa: B023
         codec.decode_add(wanted, total, 0.3)
-        for one, other in ((held, residual), (found, decoded), (sums, total)):
+        for one, other in ((held, residual), (arrived, decoded), (sums, total)):
             torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -71,19 +71,19 @@ def test_precisions_have_the_same_bits(spec):
 )
 def test_reductions_have_the_same_bits(spec, schedule):
     rows = [randn(40, 50, 30), randn(40, 7, seed=1)]
-    found = []
+    sums = []
     for device in ("cpu", "cuda"):
         mine = [each.clone().to(device) for each in rows]
         means = local.all_reduce_rows(mine, spec, "avg", schedule, names=["a", "b"], rng=Stream(1))
-        found.append([each.cpu() for each in means])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        sums.append([each.cpu() for each in means])
+    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
 
 
 @pytest.mark.parametrize(
     ("keep", "update"), [("bfloat16", "round"), ("bfloat16~sr", "round"), ("bfloat16", "kahan")]
 )
 def test_updates_have_the_same_bits_and_counts(keep, update):
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         weight = nn.Parameter(randn(1000).to(device))
         counters = Counters()
@@ -91,9 +91,9 @@ def test_updates_have_the_same_bits_and_counts(keep, update):
         for step in range(5):
             weight.grad = randn(1000, seed=step).to(device)
             optimizer.step()
-        found.append((weight.detach().cpu(), counters.read()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+        results.append((weight.detach().cpu(), counters.read()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
 
 
 @pytest.mark.parametrize("together", [1, 16])

@@ -55,11 +55,11 @@ def test_counts_are_those_of_plain_torch(count, name, dtype):
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 def test_counters_of_a_gpu_are_those_of_a_cpu():
     e4m3 = formats.get("e4m3")
-    found = []
+    counts = []
     for device in ("cpu", "cuda"):
         counters = Counters()
         x = numbers(3_000_000).to(device)
         counters.note("a", e4m3, x, e4m3.round(x))
         counters.note("b", e4m3, x / 16, e4m3.round(x / 16), torch.tensor(4.0, device=device))
-        found.append(counters.read())
-    assert found[0] == found[1]
+        counts.append(counters.read())
+    assert counts[0] == counts[1]

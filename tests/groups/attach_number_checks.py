@@ -102,7 +102,7 @@ def one_infinity(rank, world):
 
 
 def double_buffer(rank, world):
-    """Step t uses the mean gradient of step t - 1; runs resume; what is owed is paid."""
+    """Step t uses the mean gradient of step t - 1; runs resume; residuals are sent."""
     del world
     ours, reference = model(), model()
     thinwire.attach(ours, "fp32", double_buffer=True)
@@ -119,11 +119,11 @@ def double_buffer(rank, world):
         equal(ours, reference, f"step {step}")
     for name in ("int8", "onebit", "powersgd"):
         whole, first, second = (model(bucket_cap_mb=0.05) for _ in range(3))
-        wires = [thinwire.attach(net, name, double_buffer=True) for net in (whole, first, second)]
+        handles = [thinwire.attach(net, name, double_buffer=True) for net in (whole, first, second)]
         train(whole, rank, 6)
         train(first, rank, 3)
         second.load_state_dict(first.state_dict())
-        wires[2].load_state_dict(saved(wires[1].state_dict()))
+        handles[2].load_state_dict(saved(handles[1].state_dict()))
         train(first, rank, 3, first=3)
         train(second, rank, 3, first=3)
         equal(first, whole, f"{name}: saved")
@@ -159,8 +159,8 @@ def noop(rank, world):
     net = model()
     handle = thinwire.attach(net, "noop")
     train(net, rank, 3)
-    found = handle.stats()
-    assert (found["steps"], found["sent_nbytes"], found["policy"]) == (3, 0, "noop")
+    stats = handle.stats()
+    assert (stats["steps"], stats["sent_nbytes"], stats["policy"]) == (3, 0, "noop")
     assert len(set(everyone(digest(net.parameters())))) == world
     alone = model()
     with alone.no_sync():
@@ -194,14 +194,14 @@ def counts(rank, world):
     handle = thinwire.attach(net, "int4", tensorboard=folder, shadow=3)
     assert (handle.board is not None) == (rank == 0)
     go(net, COUNTED, rank, 11)
-    found, elapsed = handle.stats(), time.perf_counter() - began
-    assert set(found) == STATS
-    assert all(set(each) == LAYER for each in found["layers"].values())
-    assert [found[key] for key in ("step", "steps", "world", "level", "auto")] == [11, 11, world, None, None]
-    owing = sum(each["numel"] for each in found["layers"].values() if each["codec"] != "fp32")
-    assert 4 * owing <= found["residuals_nbytes"] < 8 * owing  # float32; what owners of shards owe is less
-    sent = bytes_sent(found, rank, world)
-    seconds_and_errors(found, elapsed)
+    stats, elapsed = handle.stats(), time.perf_counter() - began
+    assert set(stats) == STATS
+    assert all(set(each) == LAYER for each in stats["layers"].values())
+    assert [stats[key] for key in ("step", "steps", "world", "level", "auto")] == [11, 11, world, None, None]
+    encoded = sum(each["numel"] for each in stats["layers"].values() if each["codec"] != "fp32")
+    assert 4 * encoded <= stats["residuals_nbytes"] < 8 * encoded  # float32; owners of shards keep less
+    sent = bytes_sent(stats, rank, world)
+    seconds_and_errors(stats, elapsed)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         handle.summary()
@@ -219,30 +219,30 @@ def counts(rank, world):
     return net
 
 
-def bytes_sent(found, rank, world):
+def bytes_sent(stats, rank, world):
     """By one rank in a step: tensors of the same codec and schedule travel together."""
     routes, sent, fp32 = {}, 0, 0
-    for each, shape in zip(found["layers"].values(), COUNTED, strict=True):
+    for each, shape in zip(stats["layers"].values(), COUNTED, strict=True):
         routes.setdefault((each["codec"], each["schedule"]), []).append(math.prod(shape))
     assert {codec for codec, _ in routes} == {"int4/128+ef", "fp32"}
     for (codec, schedule), numels in routes.items():
         sent += trace(numels, codec, world, schedule, rank=rank).sent_nbytes
         fp32 += trace(sum(numels), "fp32", world, "native").sent_nbytes
-    assert found["sent_nbytes"] == 11 * sent, (found["sent_nbytes"], 11 * sent)
-    assert found["fp32_nbytes"] == 11 * fp32
+    assert stats["sent_nbytes"] == 11 * sent, (stats["sent_nbytes"], 11 * sent)
+    assert stats["fp32_nbytes"] == 11 * fp32
     assert abs(fp32 - 2 * (world - 1) / world * 4 * sum(map(math.prod, COUNTED))) < 64
-    assert found["ratio"] == found["fp32_nbytes"] / found["sent_nbytes"]
+    assert stats["ratio"] == stats["fp32_nbytes"] / stats["sent_nbytes"]
     return sent
 
 
-def seconds_and_errors(found, elapsed):
-    seconds, layer, left = found["seconds"], found["layers"]["w3"], found["uncompressed"]
+def seconds_and_errors(stats, elapsed):
+    seconds, layer, left = stats["seconds"], stats["layers"]["w3"], stats["uncompressed"]
     assert set(seconds) == {"encode", "wire", "decode", "wait"}
     assert min(seconds.values()) >= 0
     assert 0 < seconds["encode"] + seconds["wire"] + seconds["decode"] < elapsed
     assert seconds["wait"] <= elapsed
-    assert 0 <= found["overlap"] <= 1
-    assert 0 < found["step_s"] < elapsed
+    assert 0 <= stats["overlap"] <= 1
+    assert 0 < stats["step_s"] < elapsed
     assert layer["wire_nbytes"] == codecs.get("int4/128").nbytes(70_000)
     assert 0.03 < layer["error"] < 0.3
     assert abs(layer["snr_db"] + 20 * math.log10(layer["error"])) < 1e-9

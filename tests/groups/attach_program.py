@@ -48,13 +48,13 @@ def main(rank, world, place, names):
     if not rank:
         report(checks=names)
     for name in names:
-        wrong, found, began = "", None, time.perf_counter()
+        wrong, answer, began = "", None, time.perf_counter()
         try:
-            found = CHECKS[name](rank, world)
+            answer = CHECKS[name](rank, world)
         except Exception:  # noqa: BLE001
             wrong = traceback.format_exc()[-2000:]
         seconds = round(time.perf_counter() - began, 2)
-        same = digest(found.parameters()) if found is not None else ""
+        same = digest(answer.parameters()) if answer is not None else ""
         report(check=name, rank=rank, wrong=wrong, digest=same, seconds=seconds)
         dist.barrier()
     dist.destroy_process_group()

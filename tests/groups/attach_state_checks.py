@@ -1,4 +1,4 @@
-"""`thinwire.attach` over time: what is owed is paid, ladders, epochs, other worlds, `auto`, one rank."""
+"""`thinwire.attach` over time: residuals are sent, ladders, epochs, other worlds, `auto`, one rank."""
 
 import tomllib
 
@@ -20,17 +20,17 @@ SHAPES = [(130, 100), (50,), (111, 300)]
 SMALL = (Rule("fp32", "two_shot", max_ndim=1),)
 
 
-def debts(handle, shapes):
-    """What this rank owes of w0, w1, ..., whatever it is called."""
-    found = []
+def residuals_of(handle, shapes):
+    """This rank's residuals of w0, w1, ..., whatever it is called."""
+    residuals = []
     for number, shape in enumerate(shapes):
         name, total = f"w{number}", torch.zeros(shape, dtype=torch.float64)
         for channel in handle.channels.values():
-            owed = gradient_residual(channel, name, shape, handle.rank, handle.world)
-            total += 0 if owed is None else owed.double()
+            residual = gradient_residual(channel, name, shape, handle.rank, handle.world)
+            total += 0 if residual is None else residual.double()
         total += handle.pending[name].double() if name in handle.pending else 0
-        found.append(total)
-    return found
+        residuals.append(total)
+    return residuals
 
 
 class Books:
@@ -43,25 +43,25 @@ class Books:
 
     def step(self, net, rank, step):
         gradients = wanted(self.shapes, rank, step)
-        for i, found in enumerate(feed(net, gradients)):
+        for i, mean_gradient in enumerate(feed(net, gradients)):
             self.went[i] += gradients[i].double()
-            self.came[i] += found.double()
+            self.came[i] += mean_gradient.double()
 
-    def check(self, handle, what, owes=True):
-        """The mean of what all ranks put in, less what all got, is the mean of what they owe."""
-        for i, owed in enumerate(debts(handle, self.shapes)):
+    def check(self, handle, what, lossy=True):
+        """The mean of what all ranks put in, less what all got, is the mean of their residuals."""
+        for i, residual in enumerate(residuals_of(handle, self.shapes)):
             sums = []
-            for each in (self.went[i], owed):
+            for each in (self.went[i], residual):
                 dist.all_reduce(each := each.clone(), group=self.group)
                 sums.append(each / handle.world)
             size = self.went[i].abs().max().item() + sums[0].abs().max().item() + 1
             lost = (sums[0] - self.came[i] - sums[1]).abs().max().item()
             assert lost < 4e-6 * size, f"{what}, w{i}: {lost:.3g} of {size:.3g} was lost"
-            assert not owes or i == 1 or sums[1].abs().max() > 1e-3 * size, f"{what}, w{i} owes nothing"
+            assert not lossy or i == 1 or sums[1].abs().max() > 1e-3 * size, f"{what}, w{i} has no residual"
 
 
 def conserved(rank, world):
-    """Over many steps everything arrives, or is owed."""
+    """Over many steps everything arrives, or is in a residual."""
     cases = [(f"{codec} {schedule}", Policy("p", (*SMALL, Rule(codec, schedule))))
              for codec in ("onebit/512+ef", "int4/128+ef", "onebit/column+ef")
              for schedule in ("one_shot", "two_shot")]  # fmt: skip
@@ -85,7 +85,7 @@ def conserved(rank, world):
 
 
 def switched(rank, world):
-    """What a tensor owes goes with it, to another codec and another schedule, also over a restart."""
+    """A residual goes with its tensor, to another codec and another schedule, also over a restart."""
     del world
     ways = [("onebit/512+ef", "one_shot"), ("int4/128+ef", "two_shot"), ("onebit/column+ef", "two_shot"),
             ("onebit/column+ef", "one_shot"), ("mstopk/0.01+ef", "one_shot"), ("fp32+ef", "low_rank/2"),
@@ -94,17 +94,17 @@ def switched(rank, world):
         rules = Policy("p", (*SMALL, Rule(*one, last_step=2), Rule(*other)))
         what = f"{one} to {other}"
         whole, first, second = bag(SHAPES), bag(SHAPES), bag(SHAPES)
-        wires = [thinwire.attach(net, rules) for net in (whole, first, second)]
+        handles = [thinwire.attach(net, rules) for net in (whole, first, second)]
         books, later = Books(SHAPES), Books(SHAPES)
         for step in range(5):
             books.step(whole, rank, step)
-        books.check(wires[0], what, owes=other[0] != "fp32")
+        books.check(handles[0], what, lossy=other[0] != "fp32")
         for step in range(3):  # saved just before the change
             later.step(first, rank, step)
-        wires[2].load_state_dict(saved(wires[1].state_dict()))
+        handles[2].load_state_dict(saved(handles[1].state_dict()))
         for step in range(3, 5):
             later.step(second, rank, step)
-        later.check(wires[2], f"{what}, resumed", owes=other[0] != "fp32")
+        later.check(handles[2], f"{what}, resumed", lossy=other[0] != "fp32")
         if "low_rank" not in what:
             equal(books.came, later.came, what)
     return None
@@ -125,8 +125,8 @@ def climb(net, handle, rank, first, last, books=None):
     levels = []
     for step in range(first, last):
         gradients = steered(rank, step)
-        found = feed(net, gradients)
-        for i, each in enumerate(found):
+        means = feed(net, gradients)
+        for i, each in enumerate(means):
             if books is not None:
                 books.went[i] += gradients[i].double()
                 books.came[i] += each.double()
@@ -148,7 +148,7 @@ def ladder(rank, world):
         assert levels[:5] == ["int4/128+ef"] * 4 + ["int8/256+ef"], levels
         assert levels[-1] == "fp32", levels
         if not double:
-            books.check(handle, "ladder", owes=False)
+            books.check(handle, "ladder", lossy=False)
         for stop in (3, 4, 8):  # in the middle of a window; just before it climbs
             one, two = bag(SHAPES), bag(SHAPES)
             before = thinwire.attach(one, rules, double_buffer=double)
@@ -186,9 +186,9 @@ def ladder_looks(rank, world):
         handle.ladder_state.see = spy
         for step in range(3):
             seen.clear()
-            found = feed(net, steered(rank, step))
+            means = feed(net, steered(rank, step))
             assert sorted(seen) == ["w0", "w2"], sorted(seen)  # w1 is not on the ladder
-            equal([seen["w0"], seen["w2"]], [found[0], found[2]], f"step {step}")
+            equal([seen["w0"], seen["w2"]], [means[0], means[2]], f"step {step}")
             alike(digest([seen["w0"], seen["w2"]]))
             own = steered(rank, step)
             assert not torch.equal(seen["w0"], own[0])
@@ -211,12 +211,12 @@ def epochs(rank, world):
         again = thinwire.attach(bag(SHAPES), rules)
         again.load_state_dict(saved(handle.state_dict()))
         assert again.epoch == epoch
-    books.check(handle, "epochs", owes=False)
+    books.check(handle, "epochs", lossy=False)
     return net
 
 
 def resharded(rank, world):
-    """The states of all ranks, made one, on fewer ranks and on more: what is owed stays."""
+    """The states of all ranks, made one, on fewer ranks and on more: residuals stay."""
     half = world // 2
     group = dist.new_group(list(range(half)))
     for name in ("onebit", "int4", "mstopk", "powersgd", "onebit/column+ef"):
@@ -225,11 +225,11 @@ def resharded(rank, world):
         books = Books(SHAPES)
         for step in range(3):
             books.step(wide, rank, step)
-        found = everyone(saved(handle.state_dict()))
-        owed = everyone(debts(handle, SHAPES))
-        one = saved(reshard(found, handle.shapes))
+        states = everyone(saved(handle.state_dict()))
+        residuals = everyone(residuals_of(handle, SHAPES))
+        one = saved(reshard(states, handle.shapes))
         for i, key in enumerate(("w0", "w1", "w2")):
-            whole = mean([each[i] for each in owed])
+            whole = mean([each[i] for each in residuals])
             there = one["pending"].get(key, torch.zeros(SHAPES[i])).double()
             torch.testing.assert_close(there, whole, rtol=1e-5, atol=1e-5)
         if rank < half:
@@ -238,11 +238,14 @@ def resharded(rank, world):
             other.load_state_dict(one)
             assert other.step == 3
             less = Books(SHAPES, group)
-            less.came = [-each for each in map(mean, zip(*owed, strict=True))]
+            less.came = [-each for each in map(mean, zip(*residuals, strict=True))]
             for step in range(3, 6):
                 less.step(narrow, rank, step)
-            less.check(other, f"{name}: fewer", owes=half > 1)
-            kept, shares = everyone(saved(other.state_dict()), group), everyone(debts(other, SHAPES), group)
+            less.check(other, f"{name}: fewer", lossy=half > 1)
+            kept, shares = (
+                everyone(saved(other.state_dict()), group),
+                everyone(residuals_of(other, SHAPES), group),
+            )
         else:
             kept = shares = None
         kept, shares = everyone(kept)[0], everyone(shares)[0]
@@ -255,33 +258,33 @@ def resharded(rank, world):
             books.step(again, rank, step)
         books.check(handle, f"{name}: more")
         alike(digest([parameter.grad for parameter in again.parameters()]))
-    wrong_states(found, handle)
+    wrong_states(states, handle)
     return again
 
 
-def wrong_states(found, handle):
+def wrong_states(states, handle):
     """What reshard and load_state_dict say of states that do not fit."""
     shapes = handle.shapes
-    raises(InputError, "all ranks, each once", reshard, found[1:], shapes)
-    raises(InputError, "all ranks, each once", reshard, [found[0]] * len(found), shapes)
+    raises(InputError, "all ranks, each once", reshard, states[1:], shapes)
+    raises(InputError, "all ranks, each once", reshard, [states[0]] * len(states), shapes)
     raises(InputError, "all ranks, each once", reshard, [], shapes)
-    mixed = [*found[:-1], {**found[-1], "step": 99}]
+    mixed = [*states[:-1], {**states[-1], "step": 99}]
     raises(InputError, "not of one run", reshard, mixed, shapes)
     raises(InputError, "lacks pending", reshard, [{k: v for k, v in each.items() if k != "pending"}
-                                                for each in found], shapes)  # fmt: skip
-    raises(InputError, "w2", reshard, found, {key: each for key, each in shapes.items() if key != "w2"})
-    raises(InputError, "w2", reshard, found, {**shapes, "w2": (3, 3)})
+                                                for each in states], shapes)  # fmt: skip
+    raises(InputError, "w2", reshard, states, {key: each for key, each in shapes.items() if key != "w2"})
+    raises(InputError, "w2", reshard, states, {**shapes, "w2": (3, 3)})
     before = digest(each for each in handle.state_dict()["pending"].values())
-    other = found[(handle.rank + 1) % handle.world]
+    other = states[(handle.rank + 1) % handle.world]
     raises(InputError, "each rank loads its own", handle.load_state_dict, other)
-    strange = saved(found[handle.rank])
+    strange = saved(states[handle.rank])
     strange["channels"] = {
         codec: {**held, "residuals": {f"x{slot}": each for slot, each in held["residuals"].items()},
                 "shapes": {f"x{slot}": each for slot, each in held["shapes"].items()}}
         for codec, held in strange["channels"].items()
     }  # fmt: skip
     raises(InputError, "xw", handle.load_state_dict, strange)
-    sized = saved(reshard(found, shapes))
+    sized = saved(reshard(states, shapes))
     sized["pending"]["w0"] = torch.zeros(3)
     raises(InputError, "w0", handle.load_state_dict, sized)
     assert digest(each for each in handle.state_dict()["pending"].values()) == before
@@ -313,18 +316,18 @@ def auto(rank, world):
     while not handle.stats()["auto"]["settled"] and steps < 60:
         go(net, shapes, rank, 1, steps)
         steps += 1
-    found = handle.stats()["auto"]
-    assert found["settled"], found
-    alike((found["chosen"], steps, digest(net.parameters())))
+    auto_stats = handle.stats()["auto"]
+    assert auto_stats["settled"], auto_stats
+    alike((auto_stats["chosen"], steps, digest(net.parameters())))
     for key in ("fp32_step_s", "predicted_step_s", "measured_step_s", "budget", "candidates"):
-        assert found[key], (key, found)
-    assert found["chosen"] in found["tried"] or found["chosen"] == "fp32", (
-        found
+        assert auto_stats[key], (key, auto_stats)
+    assert auto_stats["chosen"] in auto_stats["tried"] or auto_stats["chosen"] == "fp32", (
+        auto_stats
     )  # nothing else may promise a gain
-    assert found["chosen"] in [each["codec"] for each in found["candidates"]]
-    assert handle.policy == policy.get(found["chosen"])
+    assert auto_stats["chosen"] in [each["codec"] for each in auto_stats["candidates"]]
+    assert handle.policy == policy.get(auto_stats["chosen"])
     kept = saved(handle.state_dict())
-    goes_on(net, kept, found["chosen"], shapes, rank)
+    goes_on(net, kept, auto_stats["chosen"], shapes, rank)
     for name in CANDIDATES:  # whatever a machine's timing might have led to
         blank = {"channels": {}, "routes": {}, "pending": {}, "auto": {**kept["auto"], "chosen": name}}
         goes_on(net, {**kept, **blank, "policy": policy.get(name).to_toml()}, name, shapes, rank)
@@ -352,8 +355,8 @@ def one_rank(rank, world):
         for step in range(8 if name == "auto" else 2):
             gradients = wanted(shapes, rank, step)
             equal(feed(net, gradients), gradients, name)
-        found = handle.stats()
-        assert (found["world"], found["sent_nbytes"], found["ratio"]) == (1, 0, 1.0)
+        stats = handle.stats()
+        assert (stats["world"], stats["sent_nbytes"], stats["ratio"]) == (1, 0, 1.0)
         again = thinwire.attach(bag(shapes, process_group=groups[rank]), name)
         again.load_state_dict(saved(handle.state_dict()))
     assert handle.rank == 0

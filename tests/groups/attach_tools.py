@@ -48,11 +48,11 @@ def bag(shapes, decay=0.0, dtype=torch.float32, **options):
 def wanted(shapes, rank, step, dtype=torch.float32):
     """One rank's gradients at one step; magnitudes that differ from place to place."""
     made = torch.Generator().manual_seed(7919 * step + rank)
-    found = []
+    means = []
     for shape in shapes:
         x = torch.randn(shape, generator=made)
-        found.append((x * x.abs() * (1 + x.shape[0] % 7)).to(dtype))
-    return found
+        means.append((x * x.abs() * (1 + x.shape[0] % 7)).to(dtype))
+    return means
 
 
 def feed(net, gradients):
@@ -101,15 +101,15 @@ def saved(state):
 
 def everyone(thing, group=None):
     """What every rank has."""
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, copy.deepcopy(thing), group)
-    return found
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, copy.deepcopy(thing), group)
+    return gathered
 
 
 def alike(thing, group=None):
     """That all ranks have the same."""
-    found = everyone(thing, group)
-    assert all(each == found[0] for each in found), found
+    gathered = everyone(thing, group)
+    assert all(each == gathered[0] for each in gathered), gathered
     return thing
 
 

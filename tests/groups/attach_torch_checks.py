@@ -59,24 +59,24 @@ def buckets(rank, world):
     """No bit depends on how DDP makes its buckets, before and after it makes them anew."""
     for name in OWN_SUMS:
         shapes = near_threshold(policy.get(name).rules[-1].codec, world)
-        found = []
+        sizes = []
         for cap in (0.01, 0.1, 25) if name in ("int8", "int4", "onebit") else (0.01, 25):
             net = bag(shapes, decay=0.1, bucket_cap_mb=cap)
             handle = thinwire.attach(net, name)
-            found.append(go(net, shapes, rank, 3))
+            sizes.append(go(net, shapes, rank, 3))
             layers = handle.stats()["layers"]
             if world == 4 and name in ("int8", "int4", "onebit"):
                 assert [layers[each]["schedule"] for each in ("w0", "w2")] == ["one_shot", "two_shot"]
-        equal(found[0], found[1], f"{name}: 0.01 and more MB")
-        equal(found[0], found[-1], f"{name}: 0.01 and 25 MB")
-    return found[0]
+        equal(sizes[0], sizes[1], f"{name}: 0.01 and more MB")
+        equal(sizes[0], sizes[-1], f"{name}: 0.01 and 25 MB")
+    return sizes[0]
 
 
 def shared_calls(rank, world):
     """Buckets whose wires are small share calls, where a runtime asks for it: fewer calls, the same bits."""
     shapes, here = [(120, 100), (50,), (30, 20), (101, 130), (1300, 70), (40, 40)], runtime_of(None, CPU)
     for name in ("int8", "int4", "aps8", "qsgd4", "onebit", "dct-topk", "powersgd", "onebit/column+ef"):
-        found, calls, sent = [], [], []
+        means, calls, sent = [], [], []
         for least_nbytes in (0, 60_000, 1 << 30):
             here.load_nbytes = least_nbytes
             net = bag(shapes, decay=0.1, bucket_cap_mb=0.01)
@@ -89,15 +89,15 @@ def shared_calls(rank, world):
             sent.append(handle.sent_nbytes)
             handle = thinwire.attach(net, name, shadow=2)
             handle.load_state_dict(state)
-            found.append(go(net, shapes, rank, 2, first=3))
+            means.append(go(net, shapes, rank, 2, first=3))
             assert len(handle.stats()["layers"]) == len(shapes)
         here.load_nbytes = 0
         assert calls[0] > calls[1] >= calls[2], f"{name}: {calls}"
         assert len(set(sent)) == 1, f"{name}: {sent}"
         if world == 2 or name != "powersgd":  # of more ranks the network adds up, in an order of its own
-            equal(found[0], found[1], f"{name}: some buckets share calls")
-            equal(found[0], found[2], f"{name}: all buckets share a call")
-    return found[0]
+            equal(means[0], means[1], f"{name}: some buckets share calls")
+            equal(means[0], means[2], f"{name}: all buckets share a call")
+    return means[0]
 
 
 class Branches(nn.Module):
@@ -115,7 +115,7 @@ class Branches(nn.Module):
 def unused(rank, world):
     """Layers that nobody uses, or some ranks only, in other steps others."""
     del world
-    found = []
+    means = []
     for name in ("", "fp32", "int8", "onebit", "powersgd"):
         torch.manual_seed(0)
         net = DistributedDataParallel(Branches(), find_unused_parameters=True)
@@ -129,10 +129,10 @@ def unused(rank, world):
             nn.functional.cross_entropy(net(x, sorted(used)), y).backward()
             optimizer.step()
         assert all(parameter.isfinite().all() for parameter in net.parameters())
-        found.append(net)
+        means.append(net)
         alike(sum(parameter.double().sum().item() for parameter in net.parameters()))
-    equal(found[0], found[1], "fp32 and plain DDP")
-    return found[3]
+    equal(means[0], means[1], "fp32 and plain DDP")
+    return means[3]
 
 
 def ddp_options(rank, world):
@@ -146,7 +146,7 @@ def ddp_options(rank, world):
         equal(nets[0], nets[1], f"{name}: static graph")
         equal(nets[0], nets[2], f"{name}: bucket views")
     parts, whole = bag(SHAPES), bag(SHAPES)
-    wires = [thinwire.attach(net, "onebit") for net in (parts, whole)]
+    handles = [thinwire.attach(net, "onebit") for net in (parts, whole)]
     for step in range(3):
         micro = [wanted(SHAPES, rank, 3 * step + i) for i in range(3)]
         parts.zero_grad()
@@ -156,8 +156,8 @@ def ddp_options(rank, world):
         parts(*micro[2]).backward()
         feed(whole, [a + b + c for a, b, c in zip(*micro, strict=True)])
         equal([p.grad for p in parts.parameters()], [p.grad for p in whole.parameters()], f"step {step}")
-    assert [handle.stats()["steps"] for handle in wires] == [3, 3]
-    assert wires[0].sent_nbytes == wires[1].sent_nbytes
+    assert [handle.stats()["steps"] for handle in handles] == [3, 3]
+    assert handles[0].sent_nbytes == handles[1].sent_nbytes
     return nets[0]
 
 
@@ -242,14 +242,14 @@ def compiled(rank, world):
         torch.manual_seed(0)
         inside = DistributedDataParallel(torch.compile(Net(), backend="eager"))
         outside = model()
-        wires = [thinwire.attach(net, "int8") for net in (plain, inside, outside)]
+        handles = [thinwire.attach(net, "int8") for net in (plain, inside, outside)]
         around = torch.compile(outside, backend="eager")
         for net in (plain, inside, around):
             train(net, rank, 3)
     equal(plain, inside, "DDP of a compiled network")
     equal(plain, outside, "compiled DDP")
     names = [name for name, _ in Net().named_parameters()]
-    for handle in wires:
+    for handle in handles:
         assert list(handle.stats()["layers"]) == names
         assert handle.stats()["steps"] == 3
     return inside

@@ -3,7 +3,7 @@
     python dcp_program.py 4 save FOLDER
     python dcp_program.py 2 load FOLDER
 
-Every rank reports the step, a digest of what it owes, and the sum of that over its tensors.
+Every rank reports the step, a digest of its residuals, and the sum of that over its tensors.
 """
 
 import sys
@@ -22,8 +22,8 @@ from thinwire.integrations.checkpoint import gradient_residuals
 TIMEOUT_S = 30
 
 
-def owed(handle):
-    """What this rank owes of its largest tensor."""
+def residual_of(handle):
+    """This rank's residual of its largest tensor."""
     return gradient_residuals(handle.state_dict(), handle.shapes)["middle.weight"]
 
 
@@ -38,11 +38,11 @@ def main(rank, world, place, task, folder):
     else:
         dcp.load({"model": net.state_dict()}, checkpoint_id=folder)
         load_sharded(handle, folder)
-    debts = owed(handle)
-    mean = debts.clone()
+    residual = residual_of(handle)
+    mean = residual.clone()
     dist.all_reduce(mean)
     mean /= world
-    facts = {"step": handle.step, "digest": digest([debts]), "mean": mean.double().norm().item()}
+    facts = {"step": handle.step, "digest": digest([residual]), "mean": mean.double().norm().item()}
     train(net, rank, 2, first=handle.step)
     report(rank=rank, **facts, after=digest(net.parameters()))
     torch.save(mean, f"{folder}-mean-{task}-{world}-{rank}.pt")

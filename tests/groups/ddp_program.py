@@ -64,8 +64,8 @@ def train(net, rank, steps, first=0, dtype=torch.float32):
 def compiled():
     """How many loops this process has loaded or compiled."""
     modules = [each for name, each in list(sys.modules.items()) if name.startswith("thinwire.kernels.")]
-    found = {id(each): each for module in modules for each in vars(module).values()}
-    return sum(len(each.signatures) for each in found.values() if isinstance(each, Dispatcher))
+    compiled_once = {id(each): each for module in modules for each in vars(module).values()}
+    return sum(len(each.signatures) for each in compiled_once.values() if isinstance(each, Dispatcher))
 
 
 def recipe(name):
@@ -255,12 +255,12 @@ def main(rank, world, place):
     if not rank:
         report(checks=list(CHECKS))
     for name, check in CHECKS.items():
-        wrong, found = "", None
+        wrong, answer = "", None
         try:
-            found = check(rank, world)
+            answer = check(rank, world)
         except Exception:  # noqa: BLE001
             wrong = traceback.format_exc()[-1500:]
-        report(check=name, rank=rank, wrong=wrong, digest=digest(found.parameters()) if found else "")
+        report(check=name, rank=rank, wrong=wrong, digest=digest(answer.parameters()) if answer else "")
         dist.barrier()
     dist.destroy_process_group()
 

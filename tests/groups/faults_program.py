@@ -636,14 +636,14 @@ OTHER = "another name, or forget the slot first"
 
 
 def reused(rank, world):
-    """A name that owes something, and a tensor of another size: all ranks are told, and the group goes on."""
+    """A name that has a residual, and a tensor of another size: all ranks are told, and the group goes on."""
     del rank
     ways = [
         ("onebit/64+ef", schedule) for schedule in ("one_shot", "two_shot", "ring", "tree", "hierarchical/1")
     ]
     ways += [("fp32+ef", "low_rank/2"), ("aps/e4m3+ef", "two_shot"), ("bf16+ef", "accumulate/sequential")]
     for codec, schedule in ways:
-        channel, found = thinwire.Channel(codec), []
+        channel, errors = thinwire.Channel(codec), []
         for loaded in (False, True):
             for options in ({}, {"async_op": True}):
                 work = thinwire.all_reduce(torch.ones(30, 40), channel, schedule=schedule, **options)
@@ -656,14 +656,14 @@ def reused(rank, world):
 
                 # What was loaded does not say of what size the tensor was: here slots tell, and on all ranks
                 if not loaded or schedule in ("one_shot", "two_shot", "low_rank/2", "accumulate/sequential"):
-                    found.append(raises(InputError, OTHER, call))
+                    errors.append(raises(InputError, OTHER, call))
                 assert channel.residuals.keys() == before.keys()
                 assert all(torch.equal(each, before[slot]) for slot, each in channel.residuals.items())
                 good(world), good(world, 1234, schedule="ring", async_op=False)
                 call((30, 40))
             state = channel.state_dict()
             channel.load_state_dict(state)
-        assert found
+        assert errors
     channel, x = thinwire.Channel("onebit/64+ef"), torch.ones(999)
     thinwire.all_reduce(x, channel, schedule="two_shot")
     text = ["has a residual of schedule two_shot, which ring would not send", OTHER]

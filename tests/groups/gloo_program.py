@@ -72,27 +72,27 @@ def served(spec):
 
 def checks(world, full=False):
     """Checks by name. Every second one does not wait for the first call before it makes the next."""
-    found = {}
+    by_name = {}
     for i, (spec, codec) in enumerate(grid(world, CODECS if full else COVERING)):
-        found[f"{spec} {codec}"] = functools.partial(bits, spec, codec, waits=bool(i % 2))
+        by_name[f"{spec} {codec}"] = functools.partial(bits, spec, codec, waits=bool(i % 2))
     for codec in () if full or world == 1 else CODECS:
-        found[f"auto {codec}"] = functools.partial(bits, "auto", codec, waits=False)
+        by_name[f"auto {codec}"] = functools.partial(bits, "auto", codec, waits=False)
     for i, spec in enumerate(dict.fromkeys(specs(world))):
         codec = served(spec)
         for shape in ((0,), (1,), (7,)):
-            found[f"{spec} {shape[0]} elements"] = functools.partial(bits, spec, codec, shape=shape)
+            by_name[f"{spec} {shape[0]} elements"] = functools.partial(bits, spec, codec, shape=shape)
         dtype = DTYPES[i % 2]
-        found[f"{spec} {dtype}"] = functools.partial(bits, spec, codec, dtype=dtype, waits=False)
+        by_name[f"{spec} {dtype}"] = functools.partial(bits, spec, codec, dtype=dtype, waits=False)
     for spec, waits in PIECES:
         codec = "bf16" if spec == "native" else "int8/256"
         name = f"{spec} pieces {'sync' if waits else 'async'}"
-        found[name] = functools.partial(bits, spec, codec, shape=(BIG,), waits=waits)
+        by_name[name] = functools.partial(bits, spec, codec, shape=(BIG,), waits=waits)
     for each in (
-        mean, strided, bucket, buckets, auto, nodes, subgroups, scattered, gathered, exchanged, owed,
+        mean, strided, bucket, buckets, auto, nodes, subgroups, scattered, gathered, exchanged, fed_back,
         broadcasts, message_counts, noise, twins, guests, work, own_group_of_one, again, own_codecs,
     ):  # fmt: skip
-        found[each.__name__] = each
-    return found
+        by_name[each.__name__] = each
+    return by_name
 
 
 def made(world, seed, shape=SHAPE, dtype=torch.float32):
@@ -101,9 +101,9 @@ def made(world, seed, shape=SHAPE, dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
 
 
-def same(found, expected, near=0.0, scale=1e-30):
+def same(actual, expected, near=0.0, scale=1e-30):
     """That it is what it should be, or as near to it as sums of a network are, of numbers of that scale."""
-    for x, good in zip(found, expected, strict=True):
+    for x, good in zip(actual, expected, strict=True):
         assert x.dtype == good.dtype
         assert x.shape == good.shape
         if near:
@@ -121,12 +121,12 @@ def bits(spec, codec, rank, world, shape=SHAPE, dtype=torch.float32, *, waits=Tr
         [torch.finfo(each).eps for each in (codecs.get(codec).torch_dtype, dtype)] if chosen.adds else [0.0]
     )
     near = 4 * max(coarse)
-    found, works = [], []
+    digests, works = [], []
     inputs = [made(world, f"{spec} {codec} {shape} {dtype} {step}", shape, dtype) for step in range(2)]
     for step, each in enumerate(inputs):
-        found.append(each[rank].clone())
+        digests.append(each[rank].clone())
         rng = Stream(1, step=step)
-        works.append(thinwire.all_reduce(found[-1], own, schedule=spec, rng=rng, async_op=not waits))
+        works.append(thinwire.all_reduce(digests[-1], own, schedule=spec, rng=rng, async_op=not waits))
     for each in works:
         assert each is None or each.wait()
     if rank == 0:
@@ -139,8 +139,8 @@ def bits(spec, codec, rank, world, shape=SHAPE, dtype=torch.float32, *, waits=Tr
                 rng=Stream(1, step=step),
                 ranks_per_node=chosen.ranks_per_node or 1,
             )
-            same(found[step : step + 1], each[:1], near if world > 2 else 0.0, scale)
-    return found
+            same(digests[step : step + 1], each[:1], near if world > 2 else 0.0, scale)
+    return digests
 
 
 def sent(x):
@@ -151,10 +151,10 @@ def sent(x):
 def total(parts):
     """The sum of wires, in the order of ranks."""
     wires = [INT8.encode(x.reshape(-1)) for x in parts]
-    found = INT8.decode(wires[0], parts[0].numel())
+    summed = INT8.decode(wires[0], parts[0].numel())
     for wire in wires[1:]:
-        INT8.decode_add(wire, found)
-    return found.view(parts[0].shape)
+        INT8.decode_add(wire, summed)
+    return summed.view(parts[0].shape)
 
 
 def mean(rank, world):
@@ -198,7 +198,7 @@ def bucket(rank, world, codec="int8/256", schedule="auto", waits=True, largest=p
 
 def buckets(rank, world):
     """Of every kind, with and without waiting."""
-    found = []
+    digests = []
     for i, (codec, schedule) in enumerate(
         (
             ("aps/e5m2", "two_shot"),
@@ -207,8 +207,8 @@ def buckets(rank, world):
             ("int8/256", f"hierarchical/{world}"),
         )
     ):
-        found += bucket(rank, world, codec, schedule, waits=bool(i % 2), largest=5000)
-    return found
+        digests += bucket(rank, world, codec, schedule, waits=bool(i % 2), largest=5000)
+    return digests
 
 
 def auto(rank, world):
@@ -231,7 +231,7 @@ def nodes(rank, world):
 
 def subgroups(rank, world):
     """Some ranks, whose places in the group are not their global ranks; all ranks make all groups."""
-    found = []
+    digests = []
     for members in ([0, world - 1], list(range(world - 1, -1, -1)), list(range(1, world))):
         members = list(dict.fromkeys(members))
         group = dist.new_group(members) if members else None
@@ -257,7 +257,7 @@ def subgroups(rank, world):
                 got = torch.zeros(SHAPE)
                 thinwire.recv(got, ranks[0], "int8/256", group=group)
                 same([got], [sent(expected[ranks[0]])])
-    return found
+    return digests
 
 
 def scattered(rank, world):
@@ -321,24 +321,24 @@ def exchanged(rank, world):
     same([room], [torch.stack([sent(x[rank]) if world > 1 else x[rank] for x in even])])
 
 
-def owed(rank, world):
-    """all_to_all with feedback: what a rank owes one of the others is not sent to another."""
+def fed_back(rank, world):
+    """all_to_all with feedback: the residual for one rank is not sent to another."""
     if world == 1:
         return
     channel, sizes = Channel("onebit/64+ef"), [(100, 100, 170, 40)[place % 4] for place in range(world)]
     sources = [Channel("onebit/64+ef") for _ in range(world)]
     for step in range(3):
-        given = [made(1, f"{rank} owes {other} {step}", (n,))[0] for other, n in enumerate(sizes)]
+        given = [made(1, f"{rank} to {other} {step}", (n,))[0] for other, n in enumerate(sizes)]
         came = [torch.zeros(sizes[rank]) for _ in range(world)]
         thinwire.all_to_all(came, given, channel)
         for one, (source, got) in enumerate(zip(sources, came, strict=True)):
-            x = made(1, f"{one} owes {rank} {step}", (sizes[rank],))[0]
+            x = made(1, f"{one} to {rank} {step}", (sizes[rank],))[0]
             same([got], [source.codec.decode(source.encode(x, "sent"), x.numel())])
 
 
 def broadcasts(rank, world):
     """From every rank, in every dtype."""
-    found = []
+    digests = []
     for i, src in enumerate([*range(world), 0]):
         dtype = (torch.float32, *DTYPES)[i % 3]
         parts = made(world, f"broadcast {src}", SHAPE, dtype)
@@ -346,8 +346,8 @@ def broadcasts(rank, world):
         work = thinwire.broadcast(x, src, "int8/256", async_op=bool(i % 2))
         assert work is None or work.wait()
         same([x], [sent(parts[src]).to(dtype) if world > 1 else parts[src]])
-        found.append(x)
-    return found
+        digests.append(x)
+    return digests
 
 
 def message_counts(rank, world):
@@ -382,20 +382,20 @@ def noise(rank, world):
     if world == 1:
         return None
     right, left = (rank + 1) % world, (rank - 1) % world
-    x, found, heard = made(1, "noise")[0], [], []
+    x, digests, heard = made(1, "noise")[0], [], []
     for _ in range(4):
-        found.append(x.clone())
-        thinwire.all_reduce(found[-1], "qsgd4/512", schedule="one_shot")
+        digests.append(x.clone())
+        thinwire.all_reduce(digests[-1], "qsgd4/512", schedule="one_shot")
     for _ in range(4):
         heard.append(torch.zeros(SHAPE))
         coming, going = thinwire.irecv(heard[-1], left, "qsgd4/512"), thinwire.isend(x, right, "qsgd4/512")
         assert coming.wait()
         assert going.wait()
-    assert len({digest([each]) for each in found}) == 4
+    assert len({digest([each]) for each in digests}) == 4
     everyone = [torch.zeros(4, *SHAPE) for _ in range(world)]
     dist.all_gather(everyone, torch.stack(heard))
     assert len({digest([each]) for part in everyone for each in part}) == 4 * world
-    return found
+    return digests
 
 
 def twins(rank, world):
@@ -418,7 +418,7 @@ def twins(rank, world):
 
 def guests(rank, world):
     """The user's own collectives on the same group, in between."""
-    works, found = [], []
+    works, digests = [], []
     for i in range(6):
         x, own = torch.full((300_000,), 1.0), torch.full((1000,), float(rank))
         schedule, codec = (("two_shot", "int8/256"), ("ring", "int8/256"), ("native", "fp32"))[i % 3]
@@ -430,10 +430,10 @@ def guests(rank, world):
         theirs.wait()
         assert own.eq(world * (world - 1) / 2).all()
         assert again.eq(world - 1).all()
-        found.append(x)
+        digests.append(x)
     assert all(each.wait() for each in works)
-    assert all(x.eq(world).all() for x in found)
-    return found
+    assert all(x.eq(world).all() for x in digests)
+    return digests
 
 
 def work(rank, world):
@@ -476,15 +476,15 @@ def own_group_of_one(rank, world):
 
 def again(rank, world):
     """The same call many times, with and without waiting: numbers of calls come round again."""
-    found = []
+    digests = []
     for i in range(40):
         x = torch.full((300,), float(rank + i))
         held = thinwire.all_reduce(x, "fp32", schedule="two_shot", async_op=bool(i % 3))
-        found.append((x, held))
-    for i, (x, held) in enumerate(found):
+        digests.append((x, held))
+    for i, (x, held) in enumerate(digests):
         assert held is None or held.wait()
         assert x.eq(world * i + world * (world - 1) / 2).all()
-    return [x for x, _ in found]
+    return [x for x, _ in digests]
 
 
 def own_codecs(rank, world):

@@ -36,17 +36,17 @@ def grid(world):
 
 def checks(world):
     """Checks by name."""
-    found = {f"{spec} {codec}": functools.partial(bits, spec, codec) for spec, codec in grid(world)}
+    by_name = {f"{spec} {codec}": functools.partial(bits, spec, codec) for spec, codec in grid(world)}
     if world == 4:
-        return found
+        return by_name
     for codec in COVERING:
-        found[f"auto {codec} bfloat16"] = functools.partial(bits, "auto", codec, dtype=torch.bfloat16)
-        found[f"auto {codec} float16"] = functools.partial(bits, "auto", codec, dtype=torch.float16)
-        found[f"auto {codec} empty"] = functools.partial(bits, "auto", codec, shape=(0,))
-        found[f"auto {codec} one element"] = functools.partial(bits, "auto", codec, shape=(1,))
+        by_name[f"auto {codec} bfloat16"] = functools.partial(bits, "auto", codec, dtype=torch.bfloat16)
+        by_name[f"auto {codec} float16"] = functools.partial(bits, "auto", codec, dtype=torch.float16)
+        by_name[f"auto {codec} empty"] = functools.partial(bits, "auto", codec, shape=(0,))
+        by_name[f"auto {codec} one element"] = functools.partial(bits, "auto", codec, shape=(1,))
     for spec in ("native", "two_shot", "ring", "hierarchical"):
         codec = "fp16" if spec == "native" else "int8/256"
-        found[f"{spec} {codec} pieces"] = functools.partial(bits, spec, codec, shape=(PIECES,))
+        by_name[f"{spec} {codec} pieces"] = functools.partial(bits, spec, codec, shape=(PIECES,))
     for each in (
         bucket,
         mean,
@@ -59,8 +59,8 @@ def checks(world):
         freed,
         refusals,
     ):
-        found[each.__name__] = each
-    return found
+        by_name[each.__name__] = each
+    return by_name
 
 
 def made(world, seed, shape=SHAPE, dtype=torch.float32):
@@ -139,7 +139,7 @@ def moved(comm):
 
     def jobs_of(rank, wanted):
         here = local.Rank(rank, comm.size)
-        context = arguments.plain_seat(here, "int8/256", "tensor", None)
+        context = arguments.plain_context(here, "int8/256", "tensor", None)
         call = job.Call(wanted, "int8/256", (), "float32")
         came = [torch.zeros(row[rank]) for row in sizes]
         whole, even = made(comm.size, "whole")[rank].view(-1), [torch.zeros(17 * 59) for _ in sizes]
@@ -155,18 +155,18 @@ def moved(comm):
         return plan.single(call, lambda buffers: steps, torch.device("cpu")), out  # noqa: ARG005
 
     for wanted in ("all_to_all", "reduce_scatter", "all_gather", "broadcast"):
-        mine, found = jobs_of(comm.rank, wanted)
+        mine, theirs = jobs_of(comm.rank, wanted)
         mpi.runtime_of(comm, torch.device("cpu")).run(mine)
         everyone = [jobs_of(rank, wanted) for rank in range(comm.size)]
         local.run([each for each, _ in everyone])
-        good = all(map(torch.equal, found, everyone[comm.rank][1]))
+        good = all(map(torch.equal, theirs, everyone[comm.rank][1]))
         together("" if good else wanted, comm)
 
 
 def letter(comm, numel, codec="bf16", *, sends):
     """A message from the first rank to the last, or its arrival."""
     x, last = made(1, "letter", (numel,))[0], comm.size - 1
-    context = arguments.plain_seat(local.Rank(comm.rank, comm.size), codec, "tensor", None)
+    context = arguments.plain_context(local.Rank(comm.rank, comm.size), codec, "tensor", None)
     out = x if sends else torch.zeros(numel)
     steps = collectives.send(out, context, last) if sends else collectives.recv(out, context, 0)
     call = job.Call("send", codec, (numel,), "float32")

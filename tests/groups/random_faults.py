@@ -90,10 +90,10 @@ def drawn(seed, kinds):
 
 def step(rng, world):
     op, codec = rng.choice(("all_reduce", "all_reduce", "all_reduce", *MOVES)), rng.choice(CODECS)
-    found = codecs.get(codec)
-    if op != "all_reduce" and (found.feedback or found.agreement(1)):
-        codec, found = "int8/256", codecs.get("int8/256")
-    fitting = [each for each in SCHEDULES if each == "auto" or not get_schedule(each).refuses(found)]
+    parsed = codecs.get(codec)
+    if op != "all_reduce" and (parsed.feedback or parsed.agreement(1)):
+        codec, parsed = "int8/256", codecs.get("int8/256")
+    fitting = [each for each in SCHEDULES if each == "auto" or not get_schedule(each).refuses(parsed)]
     source, target = rng.sample(range(world), 2)
     schedule, numel = rng.choice(fitting), rng.choice(NUMELS)
     if numel == NUMELS[-1] and codec in ("fp32", "int8/256"):
@@ -191,12 +191,12 @@ class Play:
         """What is not as it should be."""
         if len(self.find("ready")) < self.program.world:
             return ["did not start"]
-        found = [f"rank {rank}: {each}" for rank in self.survivors for each in self.wrongs_of(rank)]
+        faults = [f"rank {rank}: {each}" for rank in self.survivors for each in self.wrongs_of(rank)]
         if self.struck is None and self.program.fault.kind not in (*OTHER, *REFUSED):
-            found.append("the fault never happened")
+            faults.append("the fault never happened")
         if self.program.fault.kind in ("leave", "destroy") and self.statuses[self.program.fault.rank] != 0:
-            found.append(f"the rank that left ended with {self.statuses[self.program.fault.rank]}")
-        return found
+            faults.append(f"the rank that left ended with {self.statuses[self.program.fault.rank]}")
+        return faults
 
     def wrongs_of(self, rank):
         errors, refused = self.find("error", rank), self.program.fault.kind in REFUSED
@@ -350,13 +350,13 @@ def table(plays):
     yield f"{'fault':<16}{'of':<8}{'programs':>9}{'as promised':>13}{'median s':>10}{'worst s':>9}"
     for kind in KINDS:
         for store in (True, False):
-            found = rows.get((kind, store), [])
-            if not found:
+            outcomes = rows.get((kind, store), [])
+            if not outcomes:
                 continue
-            seconds = [play.seconds(each) for play in found for each in play.find("error")]
-            good = sum(not play.wrongs() for play in found)
+            seconds = [play.seconds(each) for play in outcomes for each in play.find("error")]
+            good = sum(not play.wrongs() for play in outcomes)
             times = f"{statistics.median(seconds):>10.2f}{max(seconds):>9.2f}" if seconds else ""
-            yield f"{kind:<16}{'store' if store else 'other':<8}{len(found):>9}{good:>13}{times}"
+            yield f"{kind:<16}{'store' if store else 'other':<8}{len(outcomes):>9}{good:>13}{times}"
 
 
 def say(*lines):

@@ -32,10 +32,10 @@ def made(world, seed, numel, dtype):
 
 def seen(x, codec, rng=None):
     """What others see of a tensor."""
-    found = codecs.get(codec)
+    parsed = codecs.get(codec)
     if not x.numel():
         return x
-    return found.decode(found.encode(x.float(), rng), x.numel()).to(x.dtype)
+    return parsed.decode(parsed.encode(x.float(), rng), x.numel()).to(x.dtype)
 
 
 class Player:

@@ -103,29 +103,29 @@ def fork(function, *args):
 
 def statuses(pids, end):
     """The exit status of every child, negative for signals; None for one that had to be ended."""
-    found = {}
-    while len(found) < len(pids) and time.monotonic() < end:
-        for pid in set(pids) - found.keys():
+    by_rank = {}
+    while len(by_rank) < len(pids) and time.monotonic() < end:
+        for pid in set(pids) - by_rank.keys():
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                found[pid] = os.waitstatus_to_exitcode(status)
+                by_rank[pid] = os.waitstatus_to_exitcode(status)
         time.sleep(POLL_S)
-    for pid in set(pids) - found.keys():
+    for pid in set(pids) - by_rank.keys():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return [found.get(pid) for pid in pids]
+    return [by_rank.get(pid) for pid in pids]
 
 
 def raises(kind, texts, function, *args, **options):
     """What was said when it failed, as it should."""
-    found = None
+    caught = None
     try:
         function(*args, **options)
     except kind as error:
-        found = error
-    assert type(found) is kind, f"{type(found).__name__}, not {kind.__name__}: {found}"
-    said = str(found)
+        caught = error
+    assert type(caught) is kind, f"{type(caught).__name__}, not {kind.__name__}: {caught}"
+    said = str(caught)
     for text in [texts] if isinstance(texts, str) else texts:
         assert text in said, f"{text!r} is not in {said!r}"
     return said
@@ -133,7 +133,7 @@ def raises(kind, texts, function, *args, **options):
 
 def digest(tensors):
     """Of the bits of some tensors."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for x in tensors:
-        found.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        hashed.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:16]

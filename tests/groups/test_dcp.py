@@ -1,4 +1,4 @@
-"""Residuals in a distributed checkpoint: as many ranks go on with the same bits, others with the debts."""
+"""Residuals in a distributed checkpoint: as many ranks get the same bits, other worlds the same sums."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_residuals_go_through_a_distributed_checkpoint(said, tmp_path):
         return {line["rank"]: line[key] for line in lines}
 
     assert by_rank(saved, "digest") == by_rank(same, "digest")
-    assert len(set(by_rank(saved, "digest").values())) == 4  # every rank owes something else
+    assert len(set(by_rank(saved, "digest").values())) == 4  # every rank has other residuals
     assert by_rank(saved, "after") == by_rank(same, "after")
     assert {line["step"] for line in other} == {3}
     assert len(set(by_rank(other, "after").values())) == 1

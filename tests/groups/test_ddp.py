@@ -19,6 +19,6 @@ def test_every_check_holds_on_every_rank(program, world, said):
     reports = [each for each in lines if "check" in each]
     assert {(each["check"], each["rank"]): each["wrong"] for each in reports if each["wrong"]} == {}
     for name in lines[0]["checks"]:
-        found = [each for each in reports if each["check"] == name]
-        assert len(found) == world
-        assert len({each["digest"] for each in found}) == 1, f"{name}: replicas differ"
+        matching = [each for each in reports if each["check"] == name]
+        assert len(matching) == world
+        assert len({each["digest"] for each in matching}) == 1, f"{name}: replicas differ"

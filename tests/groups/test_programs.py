@@ -45,7 +45,7 @@ def calls(draw, number):
     """One call, and which of the calls so far are waited for after it."""
     op = draw(st.sampled_from(("all_reduce", "all_reduce", *MOVES)))
     codec = draw(st.sampled_from(CODECS))
-    found = codecs.get(codec)
+    parsed = codecs.get(codec)
     call = {
         "op": op,
         "codec": codec,
@@ -55,16 +55,16 @@ def calls(draw, number):
         "waits": draw(st.lists(st.integers(0, number), max_size=2)),
     }
     if op == "all_reduce":
-        fitting = [each for each in SCHEDULES if each == "auto" or not get_schedule(each).refuses(found)]
+        fitting = [each for each in SCHEDULES if each == "auto" or not get_schedule(each).refuses(parsed)]
         schedule = draw(st.sampled_from(fitting))
-        real = choose(found, sum(call["numels"]), WORLD)[0] if schedule == "auto" else schedule
+        real = choose(parsed, sum(call["numels"]), WORLD)[0] if schedule == "auto" else schedule
         return {
             **call,
             "schedule": schedule,
             "real_schedule": real,
             "reduction": draw(st.sampled_from(("sum", "avg"))),
         }
-    if found.feedback or found.agreement(1):
+    if parsed.feedback or parsed.agreement(1):
         call["codec"] = "int8/256"
     return {**call, "src": draw(st.integers(0, WORLD - 1))}
 
@@ -147,9 +147,9 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool():
-    found = Pool()
-    yield found
-    found.stop()
+    ready = Pool()
+    yield ready
+    ready.stop()
 
 
 @settings(

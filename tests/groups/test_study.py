@@ -210,9 +210,10 @@ def test_networks_say_what_they_are_for():
 
 def test_convolutions_before_a_norm_have_no_bias():
     for name in ("resnet8", "resnet18"):
-        found = [each for each in small.get(name, (3, 32, 32), 10).modules() if isinstance(each, nn.Conv2d)]
-        assert len(found) > 8
-        assert all(each.bias is None for each in found)
+        modules = small.get(name, (3, 32, 32), 10).modules()
+        convolutions = [each for each in modules if isinstance(each, nn.Conv2d)]
+        assert len(convolutions) > 8
+        assert all(each.bias is None for each in convolutions)
 
 
 def test_a_network_for_texts_does_not_look_ahead():

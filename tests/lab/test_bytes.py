@@ -65,7 +65,7 @@ def until_said(session, text):
 
 def counted(world, folder):
     """What every host's interface counted during each call."""
-    found = {}
+    nbytes = {}
     with Lab(hosts=world, link="1gbit") as lab:
         command = [sys.executable, "-c", PROGRAM, str(folder), json.dumps(CALLS)]
         session = lab.start(command, echo=False)
@@ -74,17 +74,17 @@ def counted(world, folder):
             before = lab.counters()
             (folder / name).touch()
             until_said(session, f"done {name}")
-            found[name] = [now - then for now, then in zip(lab.counters(), before, strict=True)]
+            nbytes[name] = [now - then for now, then in zip(lab.counters(), before, strict=True)]
         (folder / "end").touch()
         assert session.wait(WALL_S).ok
-    return found
+    return nbytes
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.rest)])
 def test_declared_bytes_are_counted_bytes(world, tmp_path):
-    found = counted(world, tmp_path)
+    counts = counted(world, tmp_path)
     for name, (codec, numel) in CALLS.items():
-        for rank, counters in enumerate(found[name]):
+        for rank, counters in enumerate(counts[name]):
             declared = trace(numel, codec, world, name, rank=rank)
             assert declared.sent_nbytes > LEAST_NBYTES
             sent, came = (

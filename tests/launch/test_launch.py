@@ -72,9 +72,9 @@ def test_a_main_with_train_and_validate(launch, runtime):
 def test_gradient_accumulation_while_somebody_watches(begin, finish, tmp_path):
     path = tmp_path / "job_status.json"
     started = begin("-m", "thinwire", "launch", *TWO, "--status", path, SCRIPTS / "gpt_train.py")
-    end, found = time.monotonic() + 60, {}
-    while time.monotonic() < end and started.poll() is None and not (found and found["models"]):
-        found = job_status.read(path)
+    end, status = time.monotonic() + 60, {}
+    while time.monotonic() < end and started.poll() is None and not (status and status["models"]):
+        status = job_status.read(path)
         time.sleep(0.05)
     watched = json.loads(CliRunner().invoke(cli.app, ["watch", str(path), "--once", "--json"]).stdout)
     assert (watched["state"], watched["world"], watched["codec"]) == ("running", 2, "int8")
@@ -106,9 +106,9 @@ def test_a_killed_worker_resumes_with_its_residuals(launch, tmp_path):
     ended = launch(*TWO, "--max-restarts", "2", OWN / "resume.py", tmp_path, "8")
     assert ended.code == 0, ended.err[-3000:]
     assert ended.out.count("begins at 6") == 2
-    found = [json.loads(each) for each in re.findall(r"{.*?}", ended.out)]
-    assert {each["rank"] for each in found} == {0, 1}
-    for each in found:
+    reports = [json.loads(each) for each in re.findall(r"{.*?}", ended.out)]
+    assert {each["rank"] for each in reports} == {0, 1}
+    for each in reports:
         assert each["resumed"] == each["whole"]
     assert "the script calls thinwire.attach itself" in ended.err
 
@@ -123,8 +123,8 @@ def test_modules_run_the_scripts_own_hook_wins_and_exit_codes_pass_through(launc
     assert ended.code == 7
     assert re.search(r"thinwire: rank \d failed first, with exit code 7", ended.err)
     (path,) = runtime.iterdir()
-    found = job_status.read(path)
-    assert (found["state"], found["exit_code"], len(found["models"])) == ("failed", 7, 2)
+    status = job_status.read(path)
+    assert (status["state"], status["exit_code"], len(status["models"])) == ("failed", 7, 2)
 
 
 def test_a_worker_runs_the_script_as_python_does(begin, finish, monkeypatch):
@@ -309,14 +309,14 @@ def test_the_last_line_says_what_auto_chose_and_what_is_sent_since(monkeypatch):
     """Beside the whole run, in which it measured in float32; bytes of several models are added."""
     whole = {"label": "auto -> int4", "steps": 100, "sent_nbytes": 4_000_000, "fp32_nbytes": 8_000_000}
     since = {"steps": 60, "sent_nbytes": 500_000, "fp32_nbytes": 4_000_000}
-    found = [{**whole, "since": since}]
-    monkeypatch.setattr(launch_worker.Models, "stats", lambda _: found)
+    entries = [{**whole, "since": since}]
+    monkeypatch.setattr(launch_worker.Models, "stats", lambda _: entries)
     models = launch_worker.Models(library.Job(__file__), print)
     line = (
         "thinwire: auto -> int4: 100 steps, 4.0 MB sent instead of 8.0 MB (2.00x fewer; 8.00x since step 40)"
     )
     assert models.summary() == line
-    found += [{**whole, "label": "int8", "since": None}]
+    entries += [{**whole, "label": "int8", "since": None}]
     assert models.summary().startswith(
         "thinwire: auto -> int4, int8: 100 steps, 8.0 MB sent instead of 16.0 MB"
     )
@@ -353,9 +353,9 @@ def test_a_signal_ends_the_job(begin, finish, runtime, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(words, kind, said):
-    with pytest.raises(kind, match=said) as found:
+    with pytest.raises(kind, match=said) as refused:
         library.parse(words)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_words_find_their_owner():
@@ -382,14 +382,14 @@ def test_words_find_their_owner():
 
 
 @pytest.mark.parametrize(
-    ("codes", "found"), [((0, 0), 0), ((0, 2), 2), ((-15, 3), 3), ((3, -15), 3), ((-9, 0), 137)]
+    ("codes", "code"), [((0, 0), 0), ((0, 2), 2), ((-15, 3), 3), ((3, -15), 3), ((-9, 0), 137)]
 )
-def test_a_job_in_the_lab_ends_as_the_rank_that_failed_by_itself(codes, found, monkeypatch):
+def test_a_job_in_the_lab_ends_as_the_rank_that_failed_by_itself(codes, code, monkeypatch):
     """Not as one that was ended because of it."""
     lab = SimpleNamespace(run=lambda _: SimpleNamespace(returncodes=codes))
     monkeypatch.setattr(library, "Lab", lambda *_, **__: nullcontext(lab))
     plan = library.parse(["--hosts", "2", "--loopback", "-m", "train"])
-    assert library._in_lab(plan.job, plan) == found
+    assert library._in_lab(plan.job, plan) == code
 
 
 def test_help_is_about_our_options():
@@ -402,8 +402,8 @@ def test_help_is_about_our_options():
 
 def test_a_wrong_lab_leaves_no_job(runtime, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["thinwire", "launch", "--hosts", "2", "--link", "fast", __file__])
-    with pytest.raises(SystemExit) as found:
+    with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert found.value.code == 2
+    assert ended.value.code == 2
     assert "'fast' is no rate" in capsys.readouterr().err
     assert list(runtime.iterdir()) == []

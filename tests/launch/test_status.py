@@ -34,9 +34,9 @@ def begin(path, **changes):
     return path
 
 
-def drawn(found, now):
+def drawn(status, now):
     console = Console(file=io.StringIO(), width=100)
-    console.print(watch.panel(found, now))
+    console.print(watch.panel(status, now))
     return console.file.getvalue()
 
 
@@ -121,11 +121,11 @@ def test_the_writer_follows_the_numbers(tmp_path, monkeypatch):
     assert looked.wait(5)
     models[0]["steps"] = 4
     writer.stop()
-    found = job_status.read(path)
-    assert (found["state"], found["world"], found["models"][0]["steps"]) == ("running", 4, 4)
+    status = job_status.read(path)
+    assert (status["state"], status["world"], status["models"][0]["steps"]) == ("running", 4, 4)
     job_status.end(path, 0)
-    found = job_status.read(path)
-    assert (found["state"], found["exit_code"], found["models"][0]["steps"]) == ("finished", 0, 4)
+    status = job_status.read(path)
+    assert (status["state"], status["exit_code"], status["models"][0]["steps"]) == ("finished", 0, 4)
     assert list(tmp_path.glob("*.new")) == []
 
 
@@ -133,31 +133,31 @@ def test_what_is_not_finite_is_null(tmp_path):
     job_status.write(
         tmp_path / "x.json", {"a": float("nan"), "b": [float("inf"), 1], "c": {1: (2.5, "x", True)}}
     )
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert found == {"a": None, "b": [None, 1], "c": {"1": [2.5, "x", True]}}
+    saved = json.loads((tmp_path / "x.json").read_text())
+    assert saved == {"a": None, "b": [None, 1], "c": {"1": [2.5, "x", True]}}
 
 
 def test_pictures(tmp_path):
     path = begin(
         tmp_path / "job.json", started=1000.0, updated=1100.0, models=[MODEL], state="running", world=2
     )
-    found = job_status.read(path)
-    shown = drawn(found, 1101.5)
+    status = job_status.read(path)
+    shown = drawn(status, 1101.5)
     for text in (
         "job: train.py, int8", "running, 2 ranks, for 1 min 42 s, updated 1.5 s ago", "1,000", "12.3 ms",
         "0.026 MB", "3.85 times that", "encode", "90 %",
     ):  # fmt: skip
         assert text in shown
     assert "late" not in shown
-    assert "late: the script may hang" in drawn(found, 1200.0)
-    assert "restart 2" in drawn({**found, "attempt": 2}, 1101.0)
-    assert "auto -> int8" in drawn({**found, "models": [{**MODEL, "label": "auto -> int8"}]}, 1101.0)
-    ended = {**found, "state": "failed", "exit_code": 3, "ended": 1101.0}
+    assert "late: the script may hang" in drawn(status, 1200.0)
+    assert "restart 2" in drawn({**status, "attempt": 2}, 1101.0)
+    assert "auto -> int8" in drawn({**status, "models": [{**MODEL, "label": "auto -> int8"}]}, 1101.0)
+    ended = {**status, "state": "failed", "exit_code": 3, "ended": 1101.0}
     assert "failed, exit code 3, 2 ranks, for 1 min 41 s, ended 1 h 0 min ago" in drawn(ended, 4701.0)
-    assert "no model is attached yet" in drawn({**found, "models": []}, 1101.0)
+    assert "no model is attached yet" in drawn({**status, "models": []}, 1101.0)
     assert "nothing was attached" in drawn({**ended, "models": []}, 1101.0)
     bare = {"policy": "x", "steps": 0, "sent_nbytes": 0, "ratio": 1.0, "step_s": None, "overlap": None}
-    assert "step time" not in drawn({**found, "models": [bare]}, 1101.0)
+    assert "step time" not in drawn({**status, "models": [bare]}, 1101.0)
 
 
 def test_a_launcher_that_was_killed_is_gone_on_this_host_only(tmp_path):

@@ -57,11 +57,11 @@ def unpacked(packed, numel, bits):
 
 def parts(codec, wire, numel):
     """The sections of a wire by name, as bytes."""
-    found, at = {}, 0
+    sections, at = {}, 0
     for each in codec.sections(numel):
-        found[each.name] = wire.numpy()[at : at + each.nbytes]
+        sections[each.name] = wire.numpy()[at : at + each.nbytes]
         at += each.nbytes
-    return found
+    return sections
 
 
 def awkward(name):
@@ -104,10 +104,10 @@ def mx_oracle(name, x):
 @every_mx
 def test_mx_wires_are_those_of_the_ocp_rules(name):
     codec, x = codecs.get(name), awkward(name)
-    found = parts(codec, codec.encode(x), x.numel())
+    sections = parts(codec, codec.encode(x), x.numel())
     codes, scales = mx_oracle(name, x)
-    np.testing.assert_array_equal(found["scales"][: scales.size], scales)
-    np.testing.assert_array_equal(unpacked(found["codes"], x.numel(), codec._format.bits), codes)
+    np.testing.assert_array_equal(sections["scales"][: scales.size], scales)
+    np.testing.assert_array_equal(unpacked(sections["codes"], x.numel(), codec._format.bits), codes)
 
 
 @every_mx
@@ -126,9 +126,9 @@ def test_mx_wires_decode_to_what_their_codes_mean(name):
 def test_a_block_that_is_not_finite_has_the_scale_nan_of_ocp(name):
     codec, x = codecs.get(name), gauss(96)
     x[40] = math.nan
-    found = parts(codec, codec.encode(x), 96)
-    assert found["scales"][:3].tolist()[1] == 255
-    assert 255 not in found["scales"][[0, 2]]
+    sections = parts(codec, codec.encode(x), 96)
+    assert sections["scales"][:3].tolist()[1] == 255
+    assert 255 not in sections["scales"][[0, 2]]
 
 
 @every_mx
@@ -154,11 +154,11 @@ def test_mx_wires_are_those_of_torchao(name):
     theirs = elements.view(torch.uint8).flatten().numpy()
     if name == "mxfp4":
         theirs = np.stack((theirs & 15, theirs >> 4), 1).reshape(-1)
-    found = parts(codec, codec.encode(x), x.numel())
-    ours = unpacked(found["codes"], x.numel(), codec._format.bits)
+    sections = parts(codec, codec.encode(x), x.numel())
+    ours = unpacked(sections["codes"], x.numel(), codec._format.bits)
     their_scales = scales.view(torch.uint8).flatten().numpy()
     normal = np.repeat(their_scales > 0, 32)  # under the scale 2**-127 torchao divides by 2**-126
-    np.testing.assert_array_equal(found["scales"][: their_scales.size], their_scales)
+    np.testing.assert_array_equal(sections["scales"][: their_scales.size], their_scales)
     np.testing.assert_array_equal(ours[normal], theirs[normal])
     assert normal.mean() > 0.9
 
@@ -187,15 +187,15 @@ def test_nvfp4_wires_are_those_of_its_definition(seed):
     codec = codecs.get("nvfp4")
     x = (gauss(500, 16, seed=seed) * torch.exp(2 * gauss(500, 1, seed=9 + seed))).flatten()
     x[160:176] = 0.0
-    found = parts(codec, codec.encode(x), x.numel())
+    sections = parts(codec, codec.encode(x), x.numel())
     scales, factor, products = nvfp4_scales(x.numpy())
-    np.testing.assert_array_equal(found["scales"][:500], scales)
-    assert found["factor"].view(np.float32)[0] == factor
+    np.testing.assert_array_equal(sections["scales"][:500], scales)
+    assert sections["factor"].view(np.float32)[0] == factor
     with np.errstate(divide="ignore", invalid="ignore"):
         y = x.numpy().astype(np.float64) / np.repeat(products, 16)
     y = np.nan_to_num(y, nan=0.0, posinf=0.0, neginf=0.0).clip(-6, 6)
     codes = y.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    ours = unpacked(found["codes"], x.numel(), 4)
+    ours = unpacked(sections["codes"], x.numel(), 4)
     values = np.unique(np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64))
     sure = ~near_midpoint(values, y, 2.0**-22) & (y != 0)
     assert sure.mean() > 0.95
@@ -211,12 +211,12 @@ def test_nvfp4_wires_are_those_of_torchao():
     codec, x = codecs.get("nvfp4"), gauss(16 * 2000)
     scale = per_tensor_amax_to_scale(x.abs().max())
     scales, packed = nvfp4_quantize(x.view(1, -1), 16, scale)
-    found = parts(codec, codec.encode(x), x.numel())
-    assert found["factor"].view(np.float32)[0] == pytest.approx(float(scale), rel=2.0**-22)
-    np.testing.assert_array_equal(found["scales"][:2000], scales.view(torch.uint8).flatten().numpy())
+    sections = parts(codec, codec.encode(x), x.numel())
+    assert sections["factor"].view(np.float32)[0] == pytest.approx(float(scale), rel=2.0**-22)
+    np.testing.assert_array_equal(sections["scales"][:2000], scales.view(torch.uint8).flatten().numpy())
     theirs = packed.flatten().numpy()
     theirs = np.stack((theirs & 15, theirs >> 4), 1).reshape(-1)
-    ours = unpacked(found["codes"], x.numel(), 4)
+    ours = unpacked(sections["codes"], x.numel(), 4)
     assert np.mean(ours != theirs) < 1e-3  # theirs multiplies by a reciprocal that is rounded twice
     values = codec._format.from_codes(torch.arange(16).to(torch.uint8)).numpy()
     assert np.abs(values[ours] - values[theirs]).max() <= 2.0
@@ -233,9 +233,9 @@ def test_blocks_of_8_bit_tables_are_those_of_bitsandbytes(name, blocksize):
     code = torch.tensor(formats.get(name).numbers)
     theirs, state = bnb.quantize_blockwise(x, code=code, blocksize=blocksize)
     wire = codec.encode(x)
-    found = parts(codec, wire, x.numel())
-    ours = torch.from_numpy(found["codes"].copy())
-    absmax = torch.from_numpy(found["scales"].view(np.float32).copy())
+    sections = parts(codec, wire, x.numel())
+    ours = torch.from_numpy(sections["codes"].copy())
+    absmax = torch.from_numpy(sections["scales"].view(np.float32).copy())
     assert torch.equal(absmax, state.absmax)
     y = x.double() / absmax.double().repeat_interleave(blocksize)
     middles = (code[1:].double() + code[:-1].double()) / 2
@@ -253,9 +253,9 @@ def test_blocks_of_nf4_are_those_of_bitsandbytes(blocksize):
     packed, state = bnb.quantize_4bit(x, blocksize=blocksize, quant_type="nf4")
     theirs = torch.stack((packed.view(-1) >> 4, packed.view(-1) & 15), dim=1).flatten().numpy()
     wire = codec.encode(x)
-    found = parts(codec, wire, x.numel())
-    ours = unpacked(found["codes"], x.numel(), 4)
-    absmax = found["scales"].view(np.float32)
+    sections = parts(codec, wire, x.numel())
+    ours = unpacked(sections["codes"], x.numel(), 4)
+    absmax = sections["scales"].view(np.float32)
     np.testing.assert_array_equal(absmax, state.absmax.numpy())
     y = x.numpy().astype(np.float64) / np.repeat(absmax, blocksize)
     sure = ~near_midpoint(np.array(formats.get("nf4").numbers), y, 2.0**-20)
@@ -297,8 +297,8 @@ def test_casts_are_those_of_torch(name, probes):
     codec = codecs.get(name)
     wire = codec.encode(x)
     assert torch.equal(wire[: x.numel() * dtype.itemsize], x.to(dtype).view(torch.uint8))
-    expected, found = x.to(dtype).float(), codec.decode(wire, x.numel())
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    expected, decoded = x.to(dtype).float(), codec.decode(wire, x.numel())
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", np.float16), ("bf16", ml_dtypes.bfloat16)])
@@ -316,13 +316,13 @@ def test_casts_are_those_of_numpy(name, dtype, probes):
 @pytest.mark.parametrize("block", [64, 512])
 def test_one_bit_is_the_sign_and_two_means(block):
     codec, x = codecs.get(f"onebit/{block}"), gauss(block * 50) + 0.3
-    found = parts(codec, codec.encode(x), x.numel())
-    bits = unpacked(found["bits"], x.numel(), 1)
+    sections = parts(codec, codec.encode(x), x.numel())
+    bits = unpacked(sections["bits"], x.numel(), 1)
     rows = x.double().view(-1, block)
     np.testing.assert_array_equal(bits, (x >= 0).numpy())
     for name, kind in (("high", rows >= 0), ("low", rows < 0)):
         mean = (rows * kind).sum(1) / kind.sum(1).clamp(min=1)
-        np.testing.assert_allclose(found[name].view(np.float32), mean.numpy(), rtol=2.0**-20)
+        np.testing.assert_allclose(sections[name].view(np.float32), mean.numpy(), rtol=2.0**-20)
 
 
 @pytest.mark.parametrize("block", [64, 512])
@@ -332,14 +332,14 @@ def test_the_other_thresholds_are_a_mean_deviation_and_a_mean_magnitude(block):
     mean = rows.mean(1)
     spread = (rows - mean[:, None]).abs().mean(1)
     codec = codecs.get(f"onebit/{block}~mean")
-    found = parts(codec, codec.encode(x), x.numel())
-    np.testing.assert_array_equal(unpacked(found["bits"], x.numel(), 1), (rows >= mean[:, None]).flatten())
-    np.testing.assert_allclose(found["low"].view(np.float32), (mean - spread).numpy(), rtol=2.0**-18)
-    np.testing.assert_allclose(found["high"].view(np.float32), (mean + spread).numpy(), rtol=2.0**-18)
+    sections = parts(codec, codec.encode(x), x.numel())
+    np.testing.assert_array_equal(unpacked(sections["bits"], x.numel(), 1), (rows >= mean[:, None]).flatten())
+    np.testing.assert_allclose(sections["low"].view(np.float32), (mean - spread).numpy(), rtol=2.0**-18)
+    np.testing.assert_allclose(sections["high"].view(np.float32), (mean + spread).numpy(), rtol=2.0**-18)
     codec = codecs.get(f"sign/{block}")
-    found = parts(codec, codec.encode(x), x.numel())
-    np.testing.assert_array_equal(unpacked(found["bits"], x.numel(), 1), (x >= 0).numpy())
-    np.testing.assert_allclose(found["high"].view(np.float32), rows.abs().mean(1).numpy(), rtol=2.0**-20)
+    sections = parts(codec, codec.encode(x), x.numel())
+    np.testing.assert_array_equal(unpacked(sections["bits"], x.numel(), 1), (x >= 0).numpy())
+    np.testing.assert_allclose(sections["high"].view(np.float32), rows.abs().mean(1).numpy(), rtol=2.0**-20)
 
 
 SHORT_ENDS = {"onebit/column:7": 7, "onebit/64": 64, "onebit/64~mean": 64, "sign/64": 64, "onebit/128": 128}
@@ -370,15 +370,15 @@ def test_columns_are_laid_out_as_in_cntk(shape):
     columns = x.T if len(shape) == 2 else x.reshape(-1, shape[-1])
     rows = columns.shape[1]
     words = math.ceil(rows / 32)
-    found = parts(codec, codec.encode(x.flatten()), x.numel())
+    sections = parts(codec, codec.encode(x.flatten()), x.numel())
     expected = np.zeros((len(columns), words), np.uint32)
     for j, column in enumerate(columns.tolist()):
         for row, value in enumerate(column):
             expected[j, row % words] |= np.uint32((value >= 0) << (row // words))
-    np.testing.assert_array_equal(found["words"].view(np.uint32), expected.reshape(-1))
+    np.testing.assert_array_equal(sections["words"].view(np.uint32), expected.reshape(-1))
     for name, kind in (("high", columns >= 0), ("low", columns < 0)):
         mean = (columns.double() * kind).sum(1) / kind.sum(1).clamp(min=1)
-        np.testing.assert_allclose(found[name].view(np.float32), mean.numpy(), rtol=2.0**-20)
+        np.testing.assert_allclose(sections[name].view(np.float32), mean.numpy(), rtol=2.0**-20)
     decoded = codec.decode(codec.encode(x.flatten()), x.numel()).view(shape)
     signs = (decoded >= 0) == (x >= 0)
     assert bool((signs | (decoded == 0)).all())

@@ -167,18 +167,18 @@ def test_sizes_are_those_of_the_codes(levels):
         if level:
             stream += len(omega(gap)) + 1 + len(omega(abs(level)))
             gap = 0
-    found = torch.tensor(levels, dtype=torch.int64)
-    assert (stream_bits(found), dense_bits(found)) == (stream, dense)
+    integers = torch.tensor(levels, dtype=torch.int64)
+    assert (stream_bits(integers), dense_bits(integers)) == (stream, dense)
 
 
 @pytest.mark.parametrize("numel", [512, 10_000, 1_000_000])
 @pytest.mark.parametrize("levels", [1, 4, 16])
 def test_published_bounds_hold_on_gaussian_data(numel, levels):
     x, generator = gauss(numel)
-    found = [quantised(x, levels, generator) for _ in range(5)]
-    mean_bits = sum(stream_bits(each) for each in found) / len(found)
-    mean_nonzeros = sum(int((each != 0).sum()) for each in found) / len(found)
-    values = [each * x.norm() / levels for each in found]
+    runs = [quantised(x, levels, generator) for _ in range(5)]
+    mean_bits = sum(stream_bits(each) for each in runs) / len(runs)
+    mean_nonzeros = sum(int((each != 0).sum()) for each in runs) / len(runs)
+    values = [each * x.norm() / levels for each in runs]
     variance = sum(float((each - x).norm() ** 2 / x.norm() ** 2) for each in values) / len(values)
     assert mean_bits < stream_bound_bits(numel, levels)
     assert mean_nonzeros < sparsity_bound(numel, levels)

@@ -28,7 +28,7 @@ DIRECTED = ("away", "zero", "up", "down")
 
 
 @dataclass(frozen=True)
-class Line:
+class NumberLine:
     """Magnitudes in ascending order, change-overs between them, and what becomes of special values."""
 
     values: list[Fraction]
@@ -89,7 +89,7 @@ def float_line(exp, man, specials="ieee"):
     values = [value(code) for code in range(last + 1)]
     over = {"ieee": INF, "none": float(values[-1])}.get(specials, NAN)
     nan = {"none": -0.0}.get(specials, NAN if man else INF)
-    return Line(values, over, nan, 0.0 if specials == "fnuz" else -0.0, value(last + 1))
+    return NumberLine(values, over, nan, 0.0 if specials == "fnuz" else -0.0, value(last + 1))
 
 
 class FixedLine:
@@ -131,7 +131,7 @@ def posit_line(n, es):
     values = [Fraction(0), *(value(code, n) for code in codes)]
     middles = [value(2 * code + 1, n + 1) for code in range(2 ** (n - 1))]
     last = float(values[-1])
-    return Line(values, last, minus_zero=0.0, middles=middles, smallest=True, infinite=NAN)
+    return NumberLine(values, last, minus_zero=0.0, middles=middles, smallest=True, infinite=NAN)
 
 
 class Single:
@@ -301,8 +301,8 @@ def assert_all_agree(how, steps=(1, 2, 3, 8, 13, 40)):
         for make, seed in itertools.product((ordinary, tiny, wild), range(2)):
             a, b = make(5, k, 6, 100 * k + seed)
             expected = bits(oracle(a, b, how))
-            found = simulate.matmul(a, b, how)
-            assert torch.equal(found.view(torch.int32), expected), (how, k, make)
+            product = simulate.matmul(a, b, how)
+            assert torch.equal(product.view(torch.int32), expected), (how, k, make)
             if how.order != "exact":
                 assert torch.equal(by_reference(a, b, how).view(torch.int32), expected), (how, k, make)
 

@@ -67,8 +67,8 @@ def test_steps_are_those_of_the_paper(shape, rank, feedback):
     for step in range(6):
         ranks = [gauss(*shape, seed=10 * step + i) for i in range(world)]
         expected = oracle.step([x.view(shape[0], -1).numpy() for x in ranks])
-        found = run(ranks, kept, rank=rank)
-        np.testing.assert_allclose(found.view(shape[0], -1).numpy(), expected, rtol=0, atol=2e-4)
+        mean = run(ranks, kept, rank=rank)
+        np.testing.assert_allclose(mean.view(shape[0], -1).numpy(), expected, rtol=0, atol=2e-4)
         if feedback:
             for channel, error in zip(kept, oracle.errors, strict=True):
                 np.testing.assert_allclose(channel.residuals["tensor/error"].numpy(), error, atol=5e-4)
@@ -102,9 +102,9 @@ def test_cholesky_spans_what_qr_does(true_rank):
     heights = (40, 700, 9)
     ps = [gauss(height, 4, seed=height) for height in heights]
     ps = [p[:, :true_rank] @ gauss(true_rank, 4, seed=5) if true_rank < 4 else p for p in ps]
-    found = [p.clone() for p in ps]
-    cholesky_qr(found)
-    for p, q in zip(ps, found, strict=True):
+    bases = [p.clone() for p in ps]
+    cholesky_qr(bases)
+    for p, q in zip(ps, bases, strict=True):
         assert bool(q.isfinite().all())
         torch.testing.assert_close(q @ (q.T @ p), p, rtol=0, atol=2e-5 * float(p.norm() + 1))
         if true_rank:
@@ -113,13 +113,13 @@ def test_cholesky_spans_what_qr_does(true_rank):
 
 def test_the_approximation_and_the_errors_are_what_came_in():
     world, kept = 4, [Channel("fp32+ef") for _ in range(4)]
-    owed = torch.zeros(30, 50, dtype=torch.float64)
+    residual = torch.zeros(30, 50, dtype=torch.float64)
     for step in range(5):
         ranks = [gauss(30, 50, seed=10 * step + i) for i in range(world)]
-        given = sum(x.double() for x in ranks) / world + owed
-        found = run(ranks, kept)
-        owed = sum(channel.residuals["tensor/error"].double() for channel in kept) / world
-        torch.testing.assert_close(found.double() + owed, given, rtol=0, atol=1e-5)
+        given = sum(x.double() for x in ranks) / world + residual
+        mean = run(ranks, kept)
+        residual = sum(channel.residuals["tensor/error"].double() for channel in kept) / world
+        torch.testing.assert_close(mean.double() + residual, given, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("true_rank", [0, 1, 2])
@@ -129,8 +129,8 @@ def test_a_matrix_of_low_rank_is_reproduced(true_rank, op):
     ranks = [left @ gauss(true_rank, 60, seed=2 + i) for i in range(world)]
     exact = sum(x.double() for x in ranks) / (world if op == "avg" else 1)
     for _ in range(3):
-        found = run(ranks, [Channel("fp32")] * world, op)
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-5)
+        product = run(ranks, [Channel("fp32")] * world, op)
+        torch.testing.assert_close(product.double(), exact, rtol=0, atol=2e-5)
 
 
 def test_the_warm_start_improves_from_step_to_step():
@@ -173,9 +173,9 @@ def test_what_is_not_finite_is_seen_by_all_and_forgotten_afterwards(spec, bad):
         ranks = [gauss(20, 30, seed=10 * step + i) for i in range(3)]
         if step == 1:
             ranks[1][2, 3] = bad
-        found = run(ranks, kept)
-        assert bool(found.isfinite().all()) == (step != 1)
-        assert step != 1 or not bool(found[2, 3].isfinite())
+        mean = run(ranks, kept)
+        assert bool(mean.isfinite().all()) == (step != 1)
+        assert step != 1 or not bool(mean[2, 3].isfinite())
 
 
 @pytest.mark.parametrize("spec", ["bf16", "fp16"])

@@ -40,8 +40,8 @@ class Trait:
 def _values(exp: int, man: int) -> Tensor:
     """All finite values of an (exp, man) float, ascending, zero once."""
     format = Float(exp, man)
-    found = format.from_codes(torch.arange(1 << format.bits).to(torch.uint8))
-    return found[found.isfinite()].unique()
+    values = format.from_codes(torch.arange(1 << format.bits).to(torch.uint8))
+    return values[values.isfinite()].unique()
 
 
 def midpoints(exp: int, man: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,8 +53,8 @@ def midpoints(exp: int, man: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _nearest(quant: Any, x: Tensor, exp: int, man: int) -> Tensor:
-    found: Tensor = quant.float_quantize(x, exp, man, rounding="nearest")
-    return found
+    rounded: Tensor = quant.float_quantize(x, exp, man, rounding="nearest")
+    return rounded
 
 
 def _float_ties(quant: Any) -> bool:
@@ -126,12 +126,12 @@ def _float_seed(quant: Any) -> bool:
 def _repeats(function: Callable[..., Tensor], *args: int) -> bool:
     """Whether torch's seed decides what is drawn."""
     x = torch.full((4096,), 1.1)
-    found = []
+    repeats = []
     with torch.random.fork_rng(devices=[]):
         for _ in range(2):
             torch.manual_seed(1)
-            found.append(function(x, *args, rounding="stochastic"))
-    return torch.equal(*found)
+            repeats.append(function(x, *args, rounding="stochastic"))
+    return torch.equal(*repeats)
 
 
 def _ours_repeat() -> bool:
@@ -160,8 +160,8 @@ def _defaults(quant: Any) -> bool:
 
 
 def _fixed(quant: Any, x: Tensor, rounding: str = "nearest") -> Tensor:
-    found: Tensor = quant.fixed_point_quantize(x, WORD, FRACTION, rounding=rounding)
-    return found
+    rounded: Tensor = quant.fixed_point_quantize(x, WORD, FRACTION, rounding=rounding)
+    return rounded
 
 
 def _fixed_nan(quant: Any) -> bool:
@@ -189,8 +189,8 @@ def _fixed_grid(quant: Any) -> bool:
 
 
 def _block(quant: Any, x: Tensor) -> Tensor:
-    found: Tensor = quant.block_quantize(x, WORD, rounding="nearest")
-    return found
+    rounded: Tensor = quant.block_quantize(x, WORD, rounding="nearest")
+    return rounded
 
 
 def _block_ties(quant: Any) -> bool:
@@ -209,8 +209,8 @@ def _block_step(quant: Any) -> bool:
 
 
 def _float_subnormals(quant: Any) -> bool:
-    found = [(_nearest(quant, _values(*kind), *kind), _values(*kind)) for kind in KINDS]
-    return all(torch.equal(*each) for each in found) and torch.equal(
+    pairs = [(_nearest(quant, _values(*kind), *kind), _values(*kind)) for kind in KINDS]
+    return all(torch.equal(*each) for each in pairs) and torch.equal(
         Float(5, 2).round(_values(5, 2)), _values(5, 2)
     )
 

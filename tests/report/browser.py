@@ -70,18 +70,18 @@ class Browser:
         while b"\0" not in self._pending:
             ready, _, _ = select.select([self._answers], [], [], max(0, until - time.monotonic()))
             assert ready, "the browser does not answer"
-            found = os.read(self._answers, 1 << 20)
-            assert found, "the browser has ended"
-            self._pending += found
+            received = os.read(self._answers, 1 << 20)
+            assert received, "the browser has ended"
+            self._pending += received
         message, _, self._pending = self._pending.partition(b"\0")
         return json.loads(message)
 
     def evaluate(self, expression):
         """The value of a JavaScript expression; promises are awaited."""
         asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
-        found = self.call("Runtime.evaluate", **asked)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", **asked)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def size(self, width, height=900):
         self.call(
@@ -110,18 +110,18 @@ class Browser:
 
     def screenshot(self, path):
         """The whole page as a picture, to look at."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
 
     def troubles(self):
         """Errors and warnings on the console, and exceptions nobody caught."""
         kinds = {"Runtime.exceptionThrown", "Log.entryAdded"}
-        found = [each for each in self.events if each.get("method") in kinds]
+        events = [each for each in self.events if each.get("method") in kinds]
         logged = [each for each in self.events if each.get("method") == "Runtime.consoleAPICalled"]
-        return found + [each for each in logged if each["params"]["type"] in ("error", "warning", "assert")]
+        return events + [each for each in logged if each["params"]["type"] in ("error", "warning", "assert")]
 
     def requests(self):
         """Every address the page asked for; data inside the page is none."""
         sent = [each for each in self.events if each.get("method") == "Network.requestWillBeSent"]
-        found = [each["params"]["request"]["url"] for each in sent]
-        return [each for each in found if not each.startswith("data:")]
+        urls = [each["params"]["request"]["url"] for each in sent]
+        return [each for each in urls if not each.startswith("data:")]

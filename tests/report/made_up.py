@@ -68,9 +68,9 @@ def records(codecs=CODECS, seeds=(0, 1, 2), link="100mbit", study="demo"):
     return [record(codec, seed, link, study) for codec in codecs for seed in seeds]
 
 
-def unequal(found):
+def unequal(several):
     """The same run, but the replicas drifted apart."""
-    return replace(found, replicas_equal=False)
+    return replace(several, replicas_equal=False)
 
 
 def _points(asked, step_s, sent, final, rng):

@@ -80,9 +80,9 @@ def test_it_draws_in_silence_and_fits(browser, pages, name, width, scheme):
     browser.prefer(scheme)
     browser.size(width)
     browser.open(pages[name])
-    found = browser.evaluate(MARKS)
-    assert len(found) == (7 if name == "demo" else 13)
-    for figure, marks in found.items():
+    drawn = browser.evaluate(MARKS)
+    assert len(drawn) == (7 if name == "demo" else 13)
+    for figure, marks in drawn.items():
         assert sum(marks.values()) > 0, figure
     assert browser.evaluate(SCROLLS) <= 0
     assert browser.evaluate(SPILLED) == 0
@@ -104,15 +104,15 @@ def test_the_browser_would_tell_of_troubles(browser, tmp_path):
 
 
 def test_every_figure_has_all_its_marks(demo):
-    found = demo.evaluate(MARKS)
+    marks = demo.evaluate(MARKS)
     runs = len(CODECS) * (len(SEEDS) + 1)
     for name in CURVES:
-        assert found[name]["lines"] == runs
-    assert found["loss-time-0"]["points"] == 20 * len(CODECS)
-    assert found["accuracy-time-0"]["points"] == 4 * len(CODECS)
-    assert found["steps-0"]["bars"] == 5 * len(CODECS)
-    assert found["layers-0"]["cells"] == 1
-    assert found["prediction-0"]["points"] == 2 * len(CODECS)
+        assert marks[name]["lines"] == runs
+    assert marks["loss-time-0"]["points"] == 20 * len(CODECS)
+    assert marks["accuracy-time-0"]["points"] == 4 * len(CODECS)
+    assert marks["steps-0"]["bars"] == 5 * len(CODECS)
+    assert marks["layers-0"]["cells"] == 1
+    assert marks["prediction-0"]["points"] == 2 * len(CODECS)
 
 
 def test_the_cells_of_the_table_are_the_records(demo):
@@ -157,9 +157,9 @@ def spread(values):
     ],
 )
 def test_the_lines_are_the_records(demo, name, x, y):
-    found = demo.evaluate(traces(name))
+    lines = demo.evaluate(traces(name))
     for codec in CODECS:
-        own = {each["meta"]["seed"]: each for each in found if each["meta"]["codec"] == codec}
+        own = {each["meta"]["seed"]: each for each in lines if each["meta"]["codec"] == codec}
         assert set(own) == {*SEEDS, None}
         for seed in SEEDS:
             points = [point for point in record(codec, seed).points if getattr(point, y) is not None]

@@ -71,26 +71,26 @@ def test_it_draws_in_silence_and_fits(browser, pages, results, name, width, sche
     browser.prefer(scheme)
     browser.size(width)
     browser.open(pages[name])
-    found = browser.evaluate(MARKS)
+    drawn = browser.evaluate(MARKS)
     parts = {
         f"{number}-{place}": part
         for number, each in enumerate(results[name])
         for place, part in enumerate(each["tables"])
     }
-    assert set(found) == {
+    assert set(drawn) == {
         f"{kind}-{place}"
         for place in parts
         for kind in (("dots", "accuracy", "loss") if name == "aps" else ("dots",))
     }
     for place, part in parts.items():
         arms = reproduction_figures.compared(part)
-        marks = found[f"dots-{place}"]
+        marks = drawn[f"dots-{place}"]
         seeds = sum(len(reproduction_figures.seeds(part, row)) for row in arms)
         assert marks["points"] == len(arms) + seeds + len(reproduction_figures.printed(part))
         assert marks["intervals"] == len(arms)
         if name == "aps":
             assert seeds == 3 * len(arms)
-            assert found[f"accuracy-{place}"]["lines"] == found[f"loss-{place}"]["lines"] == 1 + len(arms)
+            assert drawn[f"accuracy-{place}"]["lines"] == drawn[f"loss-{place}"]["lines"] == 1 + len(arms)
     assert browser.evaluate(SCROLLS) <= 0
     assert browser.evaluate(SPILLED) == 0
     assert browser.troubles() == []
@@ -111,7 +111,7 @@ def test_the_numbers_are_those_of_the_result(browser, pages, results):
             assert float(line[1][1]) == row["accuracy"]["mean"]
             if row["difference"]:
                 assert float(line[2][1]) == row["difference"]["mean"]
-    claims = [(each["text"], each["verdict"]) for found in results["several"] for each in found["claims"]]
+    claims = [(each["text"], each["verdict"]) for result in results["several"] for each in result["claims"]]
     assert sorted(map(tuple, browser.evaluate(CLAIMS))) == sorted(claims)
 
 

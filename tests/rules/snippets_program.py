@@ -29,8 +29,8 @@ SEVERAL = 2  #: at a time
 def blocks(path):
     """The line and the text of every Python block."""
     text = path.read_text()
-    for found in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
-        yield text.count("\n", 0, found.start()) + 2, found.group(1)
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
+        yield text.count("\n", 0, block.start()) + 2, block.group(1)
 
 
 def run(text, where):

@@ -46,7 +46,7 @@ one, other = ([torch.randn(99, generator=torch.Generator().manual_seed(i)) for i
 local.all_reduce(one, "int8/256", "avg", "around")
 local.all_reduce(other, "int8/256", "avg", "one_shot")
 assert torch.equal(one[0], other[0])
-for words in (["codecs", "show", "upper"], ["formats", "show", "five"]):
+for words in (["codecs", "show", "upper"], ["formats", "show", "five"], ["tag", "upper", "9"]):
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
 """
@@ -68,7 +68,7 @@ def test_the_examples_of_contributing_work_when_they_are_followed(tmp_path):
     package, source = tmp_path / "thinwire", ROOT / "src" / "thinwire"
     shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
     blocks = re.findall(r"^```(python|diff)\n# src/(thinwire/\S+)\n(.*?)^```$", TEXT, re.M | re.S)
-    assert len(blocks) == TEXT.count("```python") + TEXT.count("```diff") == 8
+    assert len(blocks) == TEXT.count("```python") + TEXT.count("```diff") == 10
     for kind, name, text in blocks:
         path = tmp_path / name
         assert path.exists() == (kind == "diff"), name

@@ -1,5 +1,6 @@
 """Rules of the project that a machine can check."""
 
+import ast
 import doctest
 import importlib
 import json
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import codecs, formats, simulate, zoo
+from thinwire import codecs, formats, policy, simulate, zoo
 from thinwire.codecs import CODECS
 from thinwire.formats import FORMATS
 
@@ -22,11 +23,6 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LONGEST = 400
-#: Files that may be longer, and why.
-LONG = {
-    "src/thinwire/kernels/format_triton.py": "Triton kernels that share their constants",
-    "src/thinwire/kernels/format_numba.py": "Numba loops that share their inlined parts",
-}
 
 
 def test_public_names_are_pinned():
@@ -74,11 +70,48 @@ def test_the_layer_contract_names_every_module():
     assert modules == {name.strip() for layer in contract["layers"] for name in layer.split("|")}
 
 
+#: What sends or receives in torch.distributed; asking for ranks, groups and backends is no communication.
+COMMUNICATES = re.compile(
+    r"(all_|batch_isend_|)(reduce|gather|to_all|scatter|broadcast|irecv)\w*|reduce_scatter\w*|gather\w*"
+    r"|scatter\w*|broadcast\w*|i?send\w*|i?recv\w*|(monitored_)?barrier|P2POp"
+)
+#: Programs that a lab starts on every host, to time torch's own calls beside thinwire's: not library code.
+PROGRAMS = {"bench/training_worker.py", "bench/collective_worker.py", "study/worker.py"}
+
+
+def communication(text):
+    """The calls of torch.distributed's communication in a module."""
+    tree, names, direct = ast.parse(text), {"torch.distributed"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.asname for each in node.names if each.name == "torch.distributed" and each.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            names |= {each.asname or each.name for each in node.names if each.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            direct |= {each.name for each in node.names if COMMUNICATES.fullmatch(each.name)}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names
+    }
+    return direct | {name for name in used if COMMUNICATES.fullmatch(name)}
+
+
+def test_only_runtimes_communicate():
+    package = ROOT / "src" / "thinwire"
+    by_file = {str(path.relative_to(package)): communication(path.read_text()) for path in SOURCES}
+    users = {name for name, calls in by_file.items() if calls}
+    assert {name for name in users if not name.startswith("runtimes/")} == PROGRAMS
+    assert by_file["runtimes/gloo_transport.py"] | by_file["runtimes/process_group.py"]
+    assert communication("import torch.distributed as d\nd.all_reduce(x)") == {"all_reduce"}
+    assert communication("from torch.distributed import isend, get_rank") == {"isend"}
+    assert communication("from torch import distributed\ndistributed.get_world_size()") == set()
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path):
     text = path.read_text()
-    if text.count("\n") > LONGEST:
-        assert str(path.relative_to(ROOT)) in LONG
+    assert text.count("\n") <= LONGEST
     assert text.startswith('"""')
 
 
@@ -154,17 +187,23 @@ def test_every_python_block_of_the_documents_runs_when_it_is_pasted():
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     fenced = sum(len(re.findall(r"^```python", path.read_text(), re.M)) for path in paths)
-    assert len(found) == fenced > 15
-    assert {each["block"]: each["wrong"] for each in found if each.get("wrong")} == {}
-    assert {each["block"].partition(":")[0] for each in found if "why" in each} == {"data.md", "lab.md"}
+    assert len(outcomes) == fenced > 15
+    assert {each["block"]: each["wrong"] for each in outcomes if each.get("wrong")} == {}
+    assert {each["block"].partition(":")[0] for each in outcomes if "why" in each} == {"data.md", "lab.md"}
 
 
 def test_the_version_is_the_same_everywhere():
     import thinwire
 
     assert f"\nversion: {thinwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_table_of_recipes_names_all_of_them():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "ddp.md").read_text(), re.M)
+    named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
+    assert named == {*policy.RECIPES, "auto", "noop"}
 
 
 def test_readme_is_one_screen():

@@ -71,8 +71,8 @@ def test_errors_are_those_of_the_published_simulation(world, spec, column):
     """Within 10 per cent, or half a unit of the last digit that is given."""
     expected = TABLE[world, spec][column]
     numel, seeds = (NUMEL // 2, 1) if world == 256 else (NUMEL, 2)
-    found = [error(spec, COLUMNS[column], world, seed, numel=numel) for seed in range(seeds)]
-    assert sum(found) / seeds == pytest.approx(expected, rel=0.1, abs=0.0005)
+    errors = [error(spec, COLUMNS[column], world, seed, numel=numel) for seed in range(seeds)]
+    assert sum(errors) / seeds == pytest.approx(expected, rel=0.1, abs=0.0005)
 
 
 E3M0 = {
@@ -229,25 +229,25 @@ def by_hand(values, order, kahan):
 @pytest.mark.parametrize(("world", "numel"), [(1, 5), (2, 3), (5, 12), (7, 4), (8, 16)])
 def test_sums_are_those_made_by_hand(world, numel, order, kahan):
     values = round_e5m2(torch.randn(world, numel, generator=torch.Generator().manual_seed(world)))
-    found = accumulate.sum_rounded(values, order, round_e5m2, kahan=kahan)
+    total = accumulate.sum_rounded(values, order, round_e5m2, kahan=kahan)
     shard = -(-numel // world)
     for i in range(numel):
         column = values[:, i].tolist()
         first = (i // shard + 1) % world if order == "ring" else 0
-        assert float(found[i]) == by_hand(column[first:] + column[:first], order, kahan)
+        assert float(total[i]) == by_hand(column[first:] + column[:first], order, kahan)
 
 
 @pytest.mark.parametrize("order", ["sequential", "sequential+kahan", "tree", "3"])
 def test_sums_of_many_ranks_are_the_same_however_few_are_decoded_at_a_time(order, monkeypatch):
     monkeypatch.setattr(accumulate, "sum_rounded", SUM_ROUNDED)
-    found = []
+    sums = []
     for rows in (7, 3, 1):
         monkeypatch.setattr(accumulate, "AT_ONCE", rows * NUMEL)
         ranks = gradients(7)
         local.all_reduce(ranks, "aps/e5m2", "sum", f"accumulate/{order}")
-        found.append(ranks[0])
-    assert torch.equal(found[1], found[0])
-    assert torch.equal(found[2], found[0])
+        sums.append(ranks[0])
+    assert torch.equal(sums[1], sums[0])
+    assert torch.equal(sums[2], sums[0])
 
 
 def test_what_comes_in_is_left_alone():
@@ -316,8 +316,8 @@ def test_zeros_and_nothing_at_all_have_sums(spec):
         local.all_reduce(ranks, spec, "avg", f"accumulate/{order}")
         assert torch.equal(ranks[0], torch.zeros(10))
         some = [torch.empty(4, 0), torch.ones(4, 3)]
-        found = local.all_reduce_rows(some[:1], spec, "avg", f"accumulate/{order}", names=["a"])
-        assert found[0].shape == (0,)
-        found = local.all_reduce_rows(some, spec, "avg", f"accumulate/{order}", names=["a", "b"])
-        assert found[0].shape == (0,)
-        torch.testing.assert_close(found[1], torch.ones(3), rtol=0.1, atol=0)
+        sums = local.all_reduce_rows(some[:1], spec, "avg", f"accumulate/{order}", names=["a"])
+        assert sums[0].shape == (0,)
+        sums = local.all_reduce_rows(some, spec, "avg", f"accumulate/{order}", names=["a", "b"])
+        assert sums[0].shape == (0,)
+        torch.testing.assert_close(sums[1], torch.ones(3), rtol=0.1, atol=0)

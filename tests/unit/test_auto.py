@@ -115,12 +115,12 @@ def test_the_fastest_inside_the_budget_is_kept(monkeypatch):
     trainer, driver = fake(monkeypatch)
     trainer.train(driver, 60)
     assert (driver.chosen, driver.settled, trainer.codec) == ("onebit", True, "onebit")
-    found = driver.describe()
-    assert found["predicted_step_s"] == pytest.approx(0.25)
-    assert found["measured_step_s"] == pytest.approx(0.25)
-    assert [row["codec"] for row in found["candidates"] if not row["allowed"]] == ["powersgd"]
-    assert "over the budget" in found["candidates"][-1]["why"]
-    errors = {row["codec"]: row["error"] for row in found["candidates"]}
+    described = driver.describe()
+    assert described["predicted_step_s"] == pytest.approx(0.25)
+    assert described["measured_step_s"] == pytest.approx(0.25)
+    assert [row["codec"] for row in described["candidates"] if not row["allowed"]] == ["powersgd"]
+    assert "over the budget" in described["candidates"][-1]["why"]
+    errors = {row["codec"]: row["error"] for row in described["candidates"]}
     assert errors["fp32"] == 0.0
     assert 0.1 < errors["onebit"] < 0.18
     assert 0.01 < errors["int4"] < 0.03
@@ -347,8 +347,8 @@ APART = Profile(
 
 def test_communication_is_measured_in_the_step_itself_not_by_the_probe():
     whole = Profile(0.5)
-    found = [predict_beside(whole, APART, Cost(fp32_s, 0.0), Cost(0.1, 0.0)) for fp32_s in (0.4, 0.6)]
-    assert found[0] == found[1] == pytest.approx(0.06 + 0.04 + 0.1)
+    predicted = [predict_beside(whole, APART, Cost(fp32_s, 0.0), Cost(0.1, 0.0)) for fp32_s in (0.4, 0.6)]
+    assert predicted[0] == predicted[1] == pytest.approx(0.06 + 0.04 + 0.1)
 
 
 def test_what_the_host_takes_counts_only_where_the_host_is_behind():

@@ -23,18 +23,18 @@ def record():
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # so that threads are compared on any machine
     try:
-        found = bench.run("cpu", numel=NUMEL, names=SPECS)
+        result = bench.run("cpu", numel=NUMEL, names=SPECS)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    return found
+    return result
 
 
 def test_every_operation_has_a_complete_row(record):
-    found = {(row["codec"], row["operation"]): row for row in record["rows"]}
+    rows = {(row["codec"], row["operation"]): row for row in record["rows"]}
     expected = {(spec, operation) for spec in SPECS for operation in bench.operations(codecs.get(spec))}
-    assert found.keys() == expected
-    for (spec, operation), row in found.items():
+    assert rows.keys() == expected
+    for (spec, operation), row in rows.items():
         assert row["numel"] == NUMEL
         assert row["bits"] == codecs.get(spec).bits_per_element(NUMEL)
         assert all(row[key] > 0 for key in ("seconds", "elements_per_s", "copy_s", "speed_ratio"))
@@ -58,8 +58,8 @@ def test_feedback_is_measured_where_it_is_meant():
 def test_bytes_moved_are_those_of_one_pass():
     codec = codecs.get("int8")
     wire = codec.nbytes(NUMEL) / NUMEL
-    found = [bench.moved(codec, each, NUMEL) for each in bench.OPERATIONS]
-    assert found == [4 + wire, 12 + wire, 4 + wire, 8 + wire, 9 * wire]
+    nbytes = [bench.moved(codec, each, NUMEL) for each in bench.OPERATIONS]
+    assert nbytes == [4 + wire, 12 + wire, 4 + wire, 8 + wire, 9 * wire]
 
 
 @pytest.mark.parametrize("operation", bench.OPERATIONS)
@@ -99,8 +99,8 @@ def test_threads_and_selection_follow_the_choice(record):
 
 
 def test_sizes_end_with_the_largest():
-    found = bench.measure_sizes("cpu", 5000)
-    assert [(row["numel"], row["operation"]) for row in found] == [
+    sizes = bench.measure_sizes("cpu", 5000)
+    assert [(row["numel"], row["operation"]) for row in sizes] == [
         (numel, operation) for numel in (1024, 5000) for operation in (bench.ENCODE, bench.DECODE)
     ]
 
@@ -149,12 +149,12 @@ def test_block_int8_in_plain_torch_is_near_the_codec():
 def test_what_the_reference_is_timed_at_is_what_its_name_says():
     x = torch.randn(NUMEL)
     for spec, operation, prepare in codec_peers.reference_blocks(x):
-        codec, found = codecs.get(spec), prepare(x)()
+        codec, decoded = codecs.get(spec), prepare(x)()
         if operation == "decode":
             rng = Stream(seed=1) if codec.needs_rng else None
-            assert torch.equal(found.flatten(), codec.decode(codec.encode(x, rng), NUMEL))
+            assert torch.equal(decoded.flatten(), codec.decode(codec.encode(x, rng), NUMEL))
         else:
-            assert found is None  # it writes into a wire
+            assert decoded is None  # it writes into a wire
 
 
 def test_peers_name_codecs_that_exist():

@@ -36,9 +36,9 @@ SIZES = bench_simulate.Sizes(
 @pytest.fixture(scope="module")
 def record():
     before = torch.get_num_threads()
-    found = bench_simulate.run("cpu", sizes=SIZES)
+    result = bench_simulate.run("cpu", sizes=SIZES)
     assert torch.get_num_threads() == before
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +76,22 @@ def test_what_is_compared_has_the_same_bits(name):
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(5, 67, generator=generator), torch.randn(67, 9, generator=generator)
     rng = bench_simulate.STREAM if how.rounding == "stochastic" else None
-    found = simulate.matmul(a, b, how, rng=rng)
+    product = simulate.matmul(a, b, how, rng=rng)
     for in_torch in (False, True):
         again = bench_simulate.step_by_step(how, a, b, rng, in_torch=in_torch)
-        assert torch.equal(found.view(torch.int32), again.view(torch.int32))
+        assert torch.equal(product.view(torch.int32), again.view(torch.int32))
 
 
 def test_quantizers_are_measured_both_ways_with_and_without_counters(record):
     rows = record["quantizers"]
-    found = {(row["format"], row["way"], row["counted"]) for row in rows}
+    measured = {(row["format"], row["way"], row["counted"]) for row in rows}
     ways = {
         (spec, way, counted)
         for spec in bench_simulate.QUANTIZERS
         for way in ("forward", "forward and backward")
         for counted in (False, True)
     }
-    assert found == {("float32", "clone", False), *ways}
+    assert measured == {("float32", "clone", False), *ways}
     for row in rows:
         passes = 2 if row["way"] == "forward and backward" else 1
         assert math.isclose(row["bandwidth_ratio"], passes * row["copy_s"] / row["seconds"])
@@ -155,14 +155,14 @@ def test_targets_of_a_cpu_come_from_its_rows(record):
     made["products"][0]["times_torch"] = 20.0
     made["products"][1]["times_torch"] = 19.9
     made["nodes"][0]["ratio"], made["nodes"][1]["ratio"] = 3.0, 3.1
-    found = {row["what"]: row for row in bench_simulate.targets(made)}
+    targets = {row["what"]: row for row in bench_simulate.targets(made)}
     stepwise = [row for row in made["products"] if row["rounded"] == "every step"]
-    assert len(found) == len(stepwise) + len(made["nodes"])
-    assert found["product e5m2, e5m10 sequential"]["met"]
-    assert not found["product e5m2, e5m10 chunked/64"]["met"]
-    assert found["resnet8, 4 nodes, accumulate/2"]["met"]
-    assert not found["resnet8, 4 nodes, accumulate/sequential"]["met"]
-    assert found["resnet8, 4 nodes, accumulate/2"]["measured"] == 3.0
+    assert len(targets) == len(stepwise) + len(made["nodes"])
+    assert targets["product e5m2, e5m10 sequential"]["met"]
+    assert not targets["product e5m2, e5m10 chunked/64"]["met"]
+    assert targets["resnet8, 4 nodes, accumulate/2"]["met"]
+    assert not targets["resnet8, 4 nodes, accumulate/sequential"]["met"]
+    assert targets["resnet8, 4 nodes, accumulate/2"]["measured"] == 3.0
 
 
 def test_targets_of_a_gpu_come_from_its_rows(record):
@@ -171,11 +171,11 @@ def test_targets_of_a_gpu_come_from_its_rows(record):
         row["macs_per_s"] = 0.5e12
     for row in made["quantizers"]:
         row["bandwidth_ratio"] = 0.9 if row["way"] == "forward" else 0.8
-    found = {row["what"]: row["met"] for row in bench_simulate.targets(made)}
-    assert not found["product e5m2, e5m10 sequential"]
-    assert found["product e5m2, e5m10 kahan"]
-    assert found["Quantizer e5m2 forward"]
-    assert not found["Quantizer e5m2 forward and backward"]
+    met = {row["what"]: row["met"] for row in bench_simulate.targets(made)}
+    assert not met["product e5m2, e5m10 sequential"]
+    assert met["product e5m2, e5m10 kahan"]
+    assert met["Quantizer e5m2 forward"]
+    assert not met["Quantizer e5m2 forward and backward"]
     assert set(bench_simulate_tables.TERA) <= set(bench_simulate.PRODUCTS)
 
 
@@ -231,10 +231,10 @@ def test_the_verb_prints_the_record(monkeypatch, record, tmp_path):
     asked = []
     monkeypatch.setattr(bench_simulate, "run", lambda *what: asked.append(what[:2]) or dict(record))
     arguments = ["bench", "simulate", "--quick", "--json", "--commit", "abc", "--save", str(tmp_path)]
-    found = CliRunner().invoke(cli.app, arguments)
-    assert found.exit_code == 0, found.output
+    ended = CliRunner().invoke(cli.app, arguments)
+    assert ended.exit_code == 0, ended.output
     assert asked == [("cpu", True)]
-    assert json.loads(found.stdout)["products"] == record["products"]
+    assert json.loads(ended.stdout)["products"] == record["products"]
     assert json.loads((tmp_path / "simulate-cpu.json").read_text())["commit"] == "abc"
 
 

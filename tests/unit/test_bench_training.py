@@ -19,8 +19,8 @@ def row(method, *times_s, **more):
 
 
 def cell(plain, compute, *rows, **more):
-    found = {"network": "vgg", "hosts": 2, "link": "1gbit", "batch": 8, "compute_times_s": compute}
-    return training.summed_up({**found, "rows": [row(training.PLAIN, *plain), *rows], **more})
+    made = {"network": "vgg", "hosts": 2, "link": "1gbit", "batch": 8, "compute_times_s": compute}
+    return training.summed_up({**made, "rows": [row(training.PLAIN, *plain), *rows], **more})
 
 
 def auto(*times_s, chosen="int4", predicted_step_s=0.11, allowed=("fp32", "int8", "int4")):
@@ -35,11 +35,11 @@ def by_name(cells):
 
 
 def test_ratios_are_medians_over_rounds():
-    found = cell([1.0, 2.0, 1.0], [0.1, 0.2, 0.2], row("int8", 0.5, 0.5, 0.25))
-    plain, int8 = found["rows"]
+    measured = cell([1.0, 2.0, 1.0], [0.1, 0.2, 0.2], row("int8", 0.5, 0.5, 0.25))
+    plain, int8 = measured["rows"]
     assert (plain["ratio_to_plain"], plain["step_s"], plain["samples_per_s"]) == (1.0, 1.0, 16.0)
     assert (int8["ratio_to_plain"], int8["step_s"], int8["samples_per_s"]) == (4.0, 0.5, 32.0)
-    assert (found["communication_share"], found["compute_s"]) == (pytest.approx(0.9), 0.2)
+    assert (measured["communication_share"], measured["compute_s"]) == (pytest.approx(0.9), 0.2)
 
 
 def test_auto_is_held_against_what_it_may_choose():
@@ -59,38 +59,38 @@ def test_targets_look_at_the_cells_they_are_meant_for():
     bound = cell([1.0], [0.1], row("int8", 0.25), row("int4", 0.25), auto(0.25))
     idle = cell([1.0], [0.95], row("int8", 1.25), row("int4", 1.0), row(worker.HALF, 2.0), network="resnet")
     between = cell([1.0], [0.5], row("int8", 9.0))
-    found = by_name([bound, idle, between])
-    int8, int4 = (found[f"{x} to plain DDP, communication-bound"] for x in ("int8", "int4"))
+    targets = by_name([bound, idle, between])
+    int8, int4 = (targets[f"{x} to plain DDP, communication-bound"] for x in ("int8", "int4"))
     assert (int8["worst"], int8["values"], int8["met"]) == (4.0, 1, True)
     assert (int4["worst"], int4["values"], int4["met"]) == (4.0, 1, False)
-    slowest = found["any method of thinwire, compute-bound"]
+    slowest = targets["any method of thinwire, compute-bound"]
     assert (slowest["worst"], slowest["where"]) == (0.8, "int8, resnet, 2 hosts, 1gbit")
     assert (slowest["values"], slowest["met"]) == (2, False)
-    assert found["auto to the best fixed choice"]["worst"] == 1.0
-    assert not found["error of auto's predictions, largest"]["met"]
-    assert found["replicas equal"]["met"]
+    assert targets["auto to the best fixed choice"]["worst"] == 1.0
+    assert not targets["error of auto's predictions, largest"]["met"]
+    assert targets["replicas equal"]["met"]
 
 
 def test_a_replica_that_differs_is_found():
-    found = by_name([cell([1.0], [0.1], row("int8", 0.25, replicas_equal=False))])["replicas equal"]
-    assert (found["met"], found["where"]) == (False, "int8, vgg, 2 hosts, 1gbit")
+    target = by_name([cell([1.0], [0.1], row("int8", 0.25, replicas_equal=False))])["replicas equal"]
+    assert (target["met"], target["where"]) == (False, "int8, vgg, 2 hosts, 1gbit")
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed():
-    found = by_name([])
-    assert {line["met"] for line in found.values()} == {None}
-    json.dumps(list(found.values()), allow_nan=False)
+    targets = by_name([])
+    assert {line["met"] for line in targets.values()} == {None}
+    json.dumps(list(targets.values()), allow_nan=False)
 
 
 def test_tables():
     cells = [cell([1.0], [0.1], row("int8", 0.25), auto(0.25)), cell([1.0], [0.1], link="100mbit")]
-    found = training.tables({"cells": cells, "summary": training.summary(cells)})
-    assert [len(rows) for _, _, rows in found] == [3, 1, 1, 7]
-    assert all(len(line) == len(header) for _, header, rows in found for line in rows)
-    assert found[0][0] == "2 hosts, 1gbit; communication share of plain DDP: vgg 90%"
-    assert found[0][2][1] == ("vgg", "int8", "250.0", "64.0", "4.00", "1.00", "yes")
-    assert found[1][0].startswith("2 hosts, 100mbit")
-    assert found[2][2] == [("vgg, 2 hosts, 1gbit", "int4", "110.0", "250.0", "56.0%", "int8", "1.00")]
+    tables = training.tables({"cells": cells, "summary": training.summary(cells)})
+    assert [len(rows) for _, _, rows in tables] == [3, 1, 1, 7]
+    assert all(len(line) == len(header) for _, header, rows in tables for line in rows)
+    assert tables[0][0] == "2 hosts, 1gbit; communication share of plain DDP: vgg 90%"
+    assert tables[0][2][1] == ("vgg", "int8", "250.0", "64.0", "4.00", "1.00", "yes")
+    assert tables[1][0].startswith("2 hosts, 100mbit")
+    assert tables[2][2] == [("vgg, 2 hosts, 1gbit", "int4", "110.0", "250.0", "56.0%", "int8", "1.00")]
 
 
 def test_cells_that_are_known_are_not_measured_again(monkeypatch):
@@ -109,8 +109,8 @@ def test_cells_that_are_known_are_not_measured_again(monkeypatch):
     def measure(lab, networks, *_):
         measured.append((lab.hosts, networks))
         for network in networks:
-            found = {"network": network, "hosts": lab.hosts, "batch": 8, "compute_times_s": [0.1]}
-            yield {**found, "rows": [row(training.PLAIN, 1.0)]}
+            made = {"network": network, "hosts": lab.hosts, "batch": 8, "compute_times_s": [0.1]}
+            yield {**made, "rows": [row(training.PLAIN, 1.0)]}
 
     monkeypatch.setattr(training, "Lab", Lab)
     monkeypatch.setattr(training, "measure", measure)
@@ -120,8 +120,8 @@ def test_cells_that_are_known_are_not_measured_again(monkeypatch):
     result = training.run(["vgg", "lstm"], places, [training.PLAIN], **options)
     assert measured == [(2, ["vgg", "lstm"]), (2, ["vgg"])]
     assert [len(each["cells"]) for each in kept] == [2, 3, 4]
-    found = [(each["link"], each["network"], each.get("commit")) for each in result["cells"]]
-    assert found == [
+    cells = [(each["link"], each["network"], each.get("commit")) for each in result["cells"]]
+    assert cells == [
         ("100mbit", "lstm", None), ("100mbit", "vgg", "abc"), ("1gbit", "vgg", "abc"),
         ("1gbit", "lstm", "abc"),
     ]  # fmt: skip
@@ -203,15 +203,15 @@ def test_a_small_run(tmp_path):
     assert "2 hosts, loopback; communication share" in done.output
     record = json.loads((tmp_path / "training-cpu.json").read_text())
     assert record["commit"] == "abc"
-    (found,) = record["cells"]
-    assert (found["network"], found["hosts"], found["link"]) == ("vgg", 2, "loopback")
-    rows = {each["method"]: each for each in found["rows"]}
+    (measured,) = record["cells"]
+    assert (measured["network"], measured["hosts"], measured["link"]) == ("vgg", 2, "loopback")
+    rows = {each["method"]: each for each in measured["rows"]}
     assert list(rows) == [worker.PLAIN, "int8", worker.POWER]
     for each in rows.values():
         assert each["replicas_equal"]
         assert each["finite"]
         assert len(each["times_s"]) == worker.FEWEST_ROUNDS
         assert min(each["times_s"]) > 0
-    assert rows[worker.PLAIN]["sent_nbytes"] == 4 * found["params"]
+    assert rows[worker.PLAIN]["sent_nbytes"] == 4 * measured["params"]
     assert 3.5 < rows[worker.PLAIN]["sent_nbytes"] / rows["int8"]["sent_nbytes"] < 4
     assert rows[worker.POWER]["buckets"] == 1

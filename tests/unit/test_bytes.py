@@ -85,10 +85,10 @@ def test_blocks_are_counted_to_the_padding(net, method):
 def test_counts_and_ratios_follow_from_the_shapes(net):
     params = zoo.MODELS[net].params
     for method in METHODS:
-        found = measured(net, method)
-        assert found["params"] == params
-        assert found["fp32_nbytes"] == 4 * params
-        assert found["ratio"] == found["fp32_nbytes"] / found["wire_nbytes"]
+        counts = measured(net, method)
+        assert counts["params"] == params
+        assert counts["fp32_nbytes"] == 4 * params
+        assert counts["ratio"] == counts["fp32_nbytes"] / counts["wire_nbytes"]
     assert measured(net, "32bit")["ratio"] == 1
     assert measured(net, "1bit")["quantised_fraction"] == 1
 
@@ -112,9 +112,9 @@ def test_columns_expand_networks_of_small_kernels_and_suit_dense_ones():
 def test_tensors_of_just_the_least_size_are_quantised():
     codec = codecs.get("qsgd4/512")
     for numel, expected in ((SMALL - 1, 4 * (SMALL - 1)), (SMALL, codec.nbytes(SMALL))):
-        found = footprint({"w": (numel,)}, codec, SMALL)
-        assert found["wire_nbytes"] == expected
-        assert found["quantised_fraction"] == (numel == SMALL)
+        counts = footprint({"w": (numel,)}, codec, SMALL)
+        assert counts["wire_nbytes"] == expected
+        assert counts["quantised_fraction"] == (numel == SMALL)
 
 
 def test_no_tensors_take_no_bytes():

@@ -1,4 +1,4 @@
-"""Channels: what is owed, slot by slot, and that over many steps everything arrives."""
+"""Channels: residuals, slot by slot, and that over many steps everything arrives."""
 
 import io
 import math
@@ -47,14 +47,14 @@ def run(channel, given, slot="w"):
 
 
 @pytest.mark.parametrize("spec", ["topk/0.01+ef", "mstopk/0.1+ef", "threshold/3~cap0.1+ef", "randomk/0.2+ef"])
-def test_what_arrived_and_what_is_owed_is_exactly_what_was_given(spec):
+def test_what_arrived_and_the_residual_are_exactly_what_was_given(spec):
     given = [dyadic(2, 300, seed=step) for step in range(60)]
     channel = Channel(spec)
     sent = run(channel, given).sum(0)
-    owed = channel.residual("w", given[0]).double()
+    residual = channel.residual("w", given[0]).double()
     total = torch.stack(given).double().sum(0)
-    assert torch.equal(sent + owed, total)
-    assert bool(owed.any())
+    assert torch.equal(sent + residual, total)
+    assert bool(residual.any())
 
 
 @every_owing
@@ -103,10 +103,11 @@ def test_batches_are_kept_row_by_row():
         assert torch.equal(together[:, row], alone)
 
 
-def test_without_feedback_nothing_is_owed():
+def test_without_feedback_there_are_no_residuals():
     channel, x = Channel("onebit/64"), gauss(200)
-    assert torch.equal(channel.encode(x, "w"), codecs.get("onebit/64").encode(x))
-    assert torch.equal(channel.encode(x, "w"), channel.encode(x, "w"))
+    plain = codecs.get("onebit/64").encode(x)
+    assert torch.equal(channel.encode(x, "w"), plain)
+    assert torch.equal(channel.encode(x, "w"), plain)  # also the second time
     assert channel.residuals == {}
     assert not channel.residual("w", x).any()
 
@@ -124,12 +125,12 @@ def test_slots_do_not_mix():
     together.forget("a")
     assert set(together.residuals) == {"b"}
     assert not together.residual("a", one[0]).any()
-    together.forget("a")  # what is not owed can be forgotten again
+    together.forget("a")  # a residual that does not exist can be forgotten again
     together.forget()
     assert together.residuals == {}
 
 
-def test_what_a_name_owes_is_not_what_names_owe_that_begin_alike():
+def test_names_that_begin_alike_have_residuals_of_their_own():
     channel = Channel("onebit/64+ef")
     mine = ["fc1", "fc1/sent", "fc1/sent/tail", "fc1[0]/sent", "fc1[1024]/reduced"]
     slots = [*mine, "fc10", "fc10/sent", "fc10[0]/sent", "fc1.bias/sent", "fc/sent", "net.fc1/sent"]
@@ -148,7 +149,7 @@ def test_what_a_name_owes_is_not_what_names_owe_that_begin_alike():
     assert list(channel.residuals) == slots[5:]
 
 
-def test_two_channels_of_one_codec_owe_apart():
+def test_two_channels_of_one_codec_have_residuals_of_their_own():
     one, other = Channel("onebit/64+ef"), Channel("onebit/64+ef")
     one.encode(gauss(100), "w")
     assert other.residuals == {}
@@ -188,7 +189,7 @@ def test_a_call_that_fails_changes_nothing():
     assert set(channel.residuals) == {"w"}
 
 
-def test_the_meta_device_owes_nothing():
+def test_the_meta_device_has_no_residuals():
     channel = Channel("topk/0.1+ef")
     wire = channel.encode(torch.empty(3, 50, device="meta"), "w")
     assert wire.shape == (3, codecs.get("topk/0.1").nbytes(50))
@@ -222,14 +223,14 @@ def test_only_what_the_bad_element_touched_is_dropped():
     clean.encode(broken, "w")
     broken[70] = math.nan
     channel.encode(broken, "w")
-    found, expected = channel.residual("w", x), clean.residual("w", x)
-    assert not found[64:128].any()
-    assert torch.equal(found[:64], expected[:64])
-    assert torch.equal(found[128:], expected[128:])
+    kept, expected = channel.residual("w", x), clean.residual("w", x)
+    assert not kept[64:128].any()
+    assert torch.equal(kept[:64], expected[:64])
+    assert torch.equal(kept[128:], expected[128:])
 
 
 def test_a_wire_of_nothing_but_zeros_pays_the_debt_off():
-    """A vector that is followed by zeros arrives in full, since what is owed is sent."""
+    """A vector that is followed by zeros arrives in full, since residuals are sent."""
     channel, x = Channel("topk/0.25+ef"), dyadic(100, seed=4)
     sent = run(channel, [x, *[torch.zeros(100)] * 3]).sum(0)
     assert torch.equal(sent, x.double())
@@ -309,7 +310,7 @@ def test_a_loaded_or_forgotten_state_is_used_by_calls_that_were_worked_out_befor
     through = [send(step, channels) for step in (1, 2)]
     for channel, state in zip(channels, states, strict=True):
         channel.load_state_dict(state)
-    assert all(torch.equal(send(step, channels), found) for step, found in zip((1, 2), through, strict=True))
+    assert all(torch.equal(send(step, channels), mean) for step, mean in zip((1, 2), through, strict=True))
     for channel in channels:
         for slot in list(channel.residuals):
             channel.forget(slot)

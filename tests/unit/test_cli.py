@@ -45,8 +45,8 @@ def test_version_and_help_do_not_wait_for_torch():
 
 def test_json_is_strict_however_deep_a_number_lies(capsys):
     print_json({"a": (math.inf, [math.nan, {"b": (-math.inf, 1.5)}])})
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found == {"a": ["inf", ["nan", {"b": ["-inf", 1.5]}]]}
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed == {"a": ["inf", ["nan", {"b": ["-inf", 1.5]}]]}
 
 
 def test_formats_lists_the_registry():
@@ -96,9 +96,9 @@ def test_error_table_over_distributions_and_files(tmp_path):
 
 
 def test_doctor_says_which_kernels_are_active():
-    found = run_json("doctor")
-    assert found["kernels"]["cpu"] == "active"
-    assert found["package"]["torch"] == torch.__version__
+    doctor = run_json("doctor")
+    assert doctor["kernels"]["cpu"] == "active"
+    assert doctor["package"]["torch"] == torch.__version__
     assert "cuda" in run("doctor")
 
 
@@ -129,10 +129,10 @@ def test_the_tour_of_codecs_shows_that_feedback_pays_back(tmp_path, monkeypatch)
     monkeypatch.setattr(cli_codecs, "_print_errors", lambda *_: None)
     monkeypatch.setattr(picture, "plot", lambda *_: None)
     output = run("codecs", "tour", "--plot", str(tmp_path / "tour.png"))
-    found = [float(line.split()[-2]) for line in output.splitlines() if "off by" in line]
-    assert 50 < found[0] < 70  # one bit of each number
-    assert found[1] < found[0] / 2
-    assert found[2] < found[1] / 2
+    errors = [float(line.split()[-2]) for line in output.splitlines() if "off by" in line]
+    assert 50 < errors[0] < 70  # one bit of each number
+    assert errors[1] < errors[0] / 2
+    assert errors[2] < errors[1] / 2
 
 
 @pytest.mark.parametrize(

@@ -477,8 +477,8 @@ def test_real_images_are_what_is_known_of_them(name):
 def test_real_images_have_the_known_mean(name, mean):
     need(name)
     histogram = torch.bincount(data.load(name)[0].flatten(), minlength=256)
-    found = (histogram * torch.arange(256)).sum().item() / histogram.sum().item() / 255
-    assert round(found, 4) == mean
+    actual = (histogram * torch.arange(256)).sum().item() / histogram.sum().item() / 255
+    assert round(actual, 4) == mean
 
 
 def test_the_real_text():

@@ -26,9 +26,9 @@ def test_relative_errors_of_table_2(kind, legacy):
     expected = TABLE_2[kind][0 if legacy else 1]
     format = Dettmers(kind, legacy=legacy)
     for name, percent in zip(DISTRIBUTIONS, expected, strict=True):
-        found = 100 * errors(format, sample(name, SAMPLES))["relative"]
+        actual = 100 * errors(format, sample(name, SAMPLES))["relative"]
         scaled = kind in ("dynamic", "linear") and name != "U(0,1)"
-        assert found == pytest.approx(percent, rel=0.12 if scaled else 0.015), name
+        assert actual == pytest.approx(percent, rel=0.12 if scaled else 0.015), name
 
 
 def test_unit_roundings_of_the_paper():

@@ -64,8 +64,8 @@ def test_distortion_is_that_of_the_reference(spec):
     codec = codecs.get(spec)
     for law, expected in zip(LAWS, REFERENCE[spec], strict=True):
         x = draw()[law]
-        found = float(error(codec, x).sum() / x.double().square().sum())
-        assert found == pytest.approx(expected, rel=TOLERANCE), law
+        distortion = float(error(codec, x).sum() / x.double().square().sum())
+        assert distortion == pytest.approx(expected, rel=TOLERANCE), law
 
 
 # QSGD by its definition
@@ -106,8 +106,8 @@ RUNS = ROWS * STEPS
 def many(codec, x):
     """Decoded vectors of as many rows and streams: [RUNS, n]."""
     batch = x.expand(ROWS, -1)
-    found = [codec.decode(codec.encode(batch, Stream(7, step=step)), x.numel()) for step in range(STEPS)]
-    return torch.cat(found).double()
+    decoded = [codec.decode(codec.encode(batch, Stream(7, step=step)), x.numel()) for step in range(STEPS)]
+    return torch.cat(decoded).double()
 
 
 def short(seed=0):
@@ -134,10 +134,10 @@ def test_codecs_that_claim_no_bias_have_none(codec):
     """By the sampled variance; an element that never changed may have a coin that rarely comes up."""
     assert codec.unbiased
     x = short(1)
-    found = many(codec, x)
-    deviation = found.std(0) / math.sqrt(RUNS)
-    rare = (found == found[0]).all(0) * x.abs().max() * 10 / RUNS
-    off = (found.mean(0) - x.double()).abs()
+    decoded = many(codec, x)
+    deviation = decoded.std(0) / math.sqrt(RUNS)
+    rare = (decoded == decoded[0]).all(0) * x.abs().max() * 10 / RUNS
+    off = (decoded.mean(0) - x.double()).abs()
     assert bool((off <= SIGMAS * deviation + rare + 2.0**-22 * x.abs().max()).all())
 
 
@@ -150,8 +150,8 @@ def test_tiny_elements_are_right_on_average_exactly_where_that_is_claimed(codec)
     """The sum over all runs; one coin that comes up adds at most 1, so the variance is at most the mean."""
     x = torch.full((SHORT,), 2.0**-20)
     x[0] = 1.0
-    found, expected = float(many(codec, x)[:, 1:].sum()), RUNS * (SHORT - 1) * 2.0**-20
-    assert (abs(found - expected) < SIGMAS * math.sqrt(expected) + 1) == codec.unbiased
+    total, expected = float(many(codec, x)[:, 1:].sum()), RUNS * (SHORT - 1) * 2.0**-20
+    assert (abs(total - expected) < SIGMAS * math.sqrt(expected) + 1) == codec.unbiased
 
 
 def test_codecs_that_claim_no_such_thing_are_off_somewhere():
@@ -159,8 +159,8 @@ def test_codecs_that_claim_no_such_thing_are_off_somewhere():
     for spec in ("int4/64", "terngrad~rms2.5", "onebit/64", "topk/0.5", "int4/64~sr~p90", "mxfp4~sr"):
         codec, x = codecs.get(spec), short(1)
         assert not codec.unbiased
-        found = many(codec, x) if codec.needs_rng else codec.decode(codec.encode(x), SHORT).double()[None]
-        assert float((found.mean(0) - x.double()).abs().max()) > 0.02
+        decoded = many(codec, x) if codec.needs_rng else codec.decode(codec.encode(x), SHORT).double()[None]
+        assert float((decoded.mean(0) - x.double()).abs().max()) > 0.02
 
 
 @pytest.mark.parametrize("norm", ["max", "l2"])
@@ -209,14 +209,14 @@ def test_noise_and_sparsity_stay_under_the_bounds_of_the_qsgd_paper(bits, block)
     codec, levels = codecs.get(f"qsgd{bits}/{block}~l2"), 2 ** (bits - 1) - 1
     for seed, power in ((0, 1), (1, 1), (2, 3)):
         x = torch.randn(block, generator=torch.Generator().manual_seed(seed)) ** power
-        found = many(codec, x) if block == SHORT else codec.decode(
+        decoded = many(codec, x) if block == SHORT else codec.decode(
             codec.encode(x.expand(2000, -1), Stream(seed)), block
         ).double()  # fmt: skip
-        runs = len(found)
-        energy = (found - x.double()).square().sum(1)
+        runs = len(decoded)
+        energy = (decoded - x.double()).square().sum(1)
         bound = min(block / levels**2, math.sqrt(block) / levels) * float(x.norm()) ** 2
         assert float(energy.mean()) <= bound + SIGMAS * float(energy.std()) / math.sqrt(runs)
-        kept = (found != 0).double().sum(1)
+        kept = (decoded != 0).double().sum(1)
         limit = levels * (levels + math.sqrt(block))
         assert float(kept.mean()) <= limit + SIGMAS * float(kept.std()) / math.sqrt(runs)
 

@@ -26,8 +26,8 @@ def quick_formats():
 def test_quick_rounding_is_the_formats_own(format, probes):
     """A pairwise sum of one product is that product, rounded, -0 included."""
     x = probes(format)[None]
-    found = simulate.matmul(torch.ones(1, 1), x, Arithmetic(sum=format, order="pairwise"))
-    assert torch.equal(found.view(torch.int32), format.round(x).view(torch.int32))
+    rounded = simulate.matmul(torch.ones(1, 1), x, Arithmetic(sum=format, order="pairwise"))
+    assert torch.equal(rounded.view(torch.int32), format.round(x).view(torch.int32))
 
 
 def test_which_formats_are_quick():
@@ -57,10 +57,10 @@ def test_tables_equal_the_reference(product, total, order):
         except FormatError:
             continue
         p = gemm_params.GemmParams(*params, mode, order, 7 * (order == gemm_params.CHUNKED))
-        found, wanted = torch.empty(2, 5, 7), torch.empty(2, 5, 7)
-        gemm_cpu.gemm(p, a, b, found)
+        actual, wanted = torch.empty(2, 5, 7), torch.empty(2, 5, 7)
+        gemm_cpu.gemm(p, a, b, actual)
         gemm_reference.gemm(p, a, b, wanted)
-        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+        assert torch.equal(actual.view(torch.int32), wanted.view(torch.int32))
 
 
 def test_results_do_not_depend_on_threads(monkeypatch):
@@ -129,8 +129,8 @@ def test_stochastic_rounding_is_reproducible_and_right_on_average():
 
 def test_stochastic_rounding_draws_from_a_stream_of_its_own_for_each_step():
     key = Stream(seed=1).key
-    found = {gemm_reference.derived(key, number) for number in range(3000)}
-    assert len(found) == 3000
+    keys = {gemm_reference.derived(key, number) for number in range(3000)}
+    assert len(keys) == 3000
     half = formats.get("e5m10")
     x = torch.rand(4, 1)
     result = simulate.matmul(

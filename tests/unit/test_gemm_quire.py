@@ -23,10 +23,10 @@ def extent(x):
 def assert_same(a, b):
     """To nearest and to odd, as the plain method has it. Returns the number of levels, None if none."""
     for odd in (False, True):
-        wanted, found = (torch.empty(a.shape[0], a.shape[1], b.shape[2]) for _ in range(2))
+        wanted, product = (torch.empty(a.shape[0], a.shape[1], b.shape[2]) for _ in range(2))
         gemm_exact.gemm(a, b, wanted, odd=odd)
-        gemm_cpu.exact(a, b, found, odd=odd)
-        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+        gemm_cpu.exact(a, b, product, odd=odd)
+        assert torch.equal(product.view(torch.int32), wanted.view(torch.int32))
     window = gemm_quire.window(extent(a), extent(b), a.shape[-1])
     return window and window.levels
 

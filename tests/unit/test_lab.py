@@ -128,14 +128,14 @@ def test_lightning_takes_the_labs_ranks_as_they_are(words, monkeypatch):
     for name, value in topology.environment(1, 29500).items():
         monkeypatch.setenv(name, value)
     assert environments.TorchElasticEnvironment.detect()
-    found = environments.TorchElasticEnvironment()
+    environment = environments.TorchElasticEnvironment()
     for devices, nodes in ((2, 1), (1, 2)):
-        found.validate_settings(devices, nodes)
-    assert (found.global_rank(), found.world_size()) == (1, 2)
-    assert (found.node_rank(), found.local_rank()) == divmod(1, topology.per_node)
-    assert environments.LightningEnvironment().node_rank() == found.node_rank()
+        environment.validate_settings(devices, nodes)
+    assert (environment.global_rank(), environment.world_size()) == (1, 2)
+    assert (environment.node_rank(), environment.local_rank()) == divmod(1, topology.per_node)
+    assert environments.LightningEnvironment().node_rank() == environment.node_rank()
     with pytest.raises(ValueError, match="does not match the world size"):
-        found.validate_settings(4, 1)
+        environment.validate_settings(4, 1)
 
 
 def test_names_say_who_owns_them(monkeypatch, tmp_path):
@@ -262,8 +262,8 @@ def test_command_line_on_loopback():
     assert shown.exit_code == 0, shown.output
     assert "[1] rank 1 of 2" in shown.stdout
     assert "loopback, not throttled" in shown.stdout
-    found = json.loads(command_line("run", "--hosts", "1", "--loopback", "--json", *python(SAY)).stdout)
-    assert (found["outputs"], found["throttled"], found["counters"]) == (["rank 0 of 1\n"], False, None)
+    report = json.loads(command_line("run", "--hosts", "1", "--loopback", "--json", *python(SAY)).stdout)
+    assert (report["outputs"], report["throttled"], report["counters"]) == (["rank 0 of 1\n"], False, None)
 
 
 def test_command_line_passes_on_the_exit_status():
@@ -279,8 +279,8 @@ def test_check_on_loopback_says_that_nothing_is_throttled():
     shown = command_line("check", "--loopback", "--seconds", "0.1")
     assert shown.exit_code == 0, shown.output
     assert "not throttled" in shown.stdout
-    found = json.loads(command_line("check", "--loopback", "--seconds", "0.1", "--json").stdout)
-    assert [link["nominal_mbit_per_s"] for link in found["links"]] == [None, None]
+    report = json.loads(command_line("check", "--loopback", "--seconds", "0.1", "--json").stdout)
+    assert [link["nominal_mbit_per_s"] for link in report["links"]] == [None, None]
 
 
 def test_check_needs_a_link():
@@ -371,14 +371,14 @@ def told(hosts=2, **more):
 def daemons():
     """Processes of MPS, real or not, that a lab of this process started."""
     mark = f"tw-mps-{os.getpid()}-".encode()
-    found = []
+    started = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if (path / "comm").read_text().strip() == mps.COMM and mark in (path / "environ").read_bytes():
-                found.append(path.name)
+                started.append(path.name)
         except OSError:
             continue
-    return found
+    return started
 
 
 def test_the_gpus_that_are_seen_are_those_of_cuda(fakes, monkeypatch):
@@ -429,14 +429,14 @@ def test_gpus_are_found_without_nvidia_smi(fakes, tmp_path, monkeypatch):
 )
 def test_ranks_take_gpus_in_turn(count, nodes, per_node, expected):
     """`set_device(LOCAL_RANK)` works everywhere, and no node sees a GPU twice."""
-    found = tuple(gpus.Gpu("NVIDIA Fake", "abcd"[each]) for each in range(count))
-    used = Gpus(found, per_node, nodes * per_node)
+    devices = tuple(gpus.Gpu("NVIDIA Fake", "abcd"[each]) for each in range(count))
+    used = Gpus(devices, per_node, nodes * per_node)
     given = [used.environment(rank) for rank in range(nodes * per_node)]
     assert [(each["LOCAL_RANK"], each.get("CUDA_VISIBLE_DEVICES")) for each in given] == expected
     assert used.shared == (nodes * per_node > count)
     for rank, (local, listed) in enumerate(expected):
-        seen = listed.split(",") if listed else [each.token for each in found]
-        assert seen[int(local)] == found[used.of(rank)].token
+        seen = listed.split(",") if listed else [each.token for each in devices]
+        assert seen[int(local)] == devices[used.of(rank)].token
 
 
 def test_every_rank_is_a_host_to_nccl_and_stays_on_its_link():
@@ -469,10 +469,14 @@ def test_hosts_that_share_a_gpu_have_a_daemon_while_the_lab_is_open(fakes):
     assert not folder.exists()
     assert daemons() == []
     assert str(lab) == "2 ranks, loopback, not throttled, one NVIDIA Fake for all ranks, with MPS"
-    found = json.loads(lab.topology.environment(0, 29500)["THINWIRE_LAB"])
-    assert (found["gpus"], found["gpu_of_rank"], found["gpu_shared"]) == (["NVIDIA Fake"], [0, 0], True)
-    assert (found["mps"], found["device"]) == ("started by the lab", "cuda")
-    assert found in machine.record({})["labs"]
+    described = json.loads(lab.topology.environment(0, 29500)["THINWIRE_LAB"])
+    assert (described["gpus"], described["gpu_of_rank"], described["gpu_shared"]) == (
+        ["NVIDIA Fake"],
+        [0, 0],
+        True,
+    )
+    assert (described["mps"], described["device"]) == ("started by the lab", "cuda")
+    assert described in machine.record({})["labs"]
     _, auto = told()
     assert auto.topology.describe()["device"] == "auto"
 
@@ -571,10 +575,10 @@ def test_the_daemon_ends_with_a_signal_and_after_a_kill_clean_ends_it(fakes, sig
 def test_doctor_says_what_a_lab_has(fakes, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("THINWIRE_IP", str(tmp_path / "nowhere"))
-    found = machine.doctor()["lab"]
-    assert (found["gpus"], found["driver"], found["mps"]) == ("NVIDIA Fake", "570.1", "can be started")
-    assert "THINWIRE_IP names" in found["ip"]
-    assert found["possible"].startswith("no: ")
+    report = machine.doctor()["lab"]
+    assert (report["gpus"], report["driver"], report["mps"]) == ("NVIDIA Fake", "570.1", "can be started")
+    assert "THINWIRE_IP names" in report["ip"]
+    assert report["possible"].startswith("no: ")
     (fakes.usual / "control").touch()
     assert machine.doctor()["lab"]["mps"] == "running"
 

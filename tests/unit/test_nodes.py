@@ -65,7 +65,7 @@ def gradients(model, x, y):
 
 @pytest.mark.parametrize(("spec", "schedule"), ROUTES)
 def test_gradients_are_those_that_ranks_would_have(spec, schedule):
-    """Two steps, so that what is owed is paid."""
+    """Two steps, so that residuals are sent."""
     model = net()
     nodes = Nodes(model, WORLD, spec, schedule, seed=5)
     names = [name for name, _ in model.named_parameters()]
@@ -94,8 +94,8 @@ def test_odd_numbers_of_one_node_are_seen_by_all(spec, odd):
         ranks = list(each.clone())
         local.all_reduce(ranks, spec, "avg", "one_shot", name=str(place), rng=Stream(1))
         expected.append(ranks[0])
-    found = local.all_reduce_rows(rows, spec, "avg", "one_shot", names=["0", "1", "2"], rng=Stream(1))
-    for one, other in zip(expected, found, strict=True):
+    means = local.all_reduce_rows(rows, spec, "avg", "one_shot", names=["0", "1", "2"], rng=Stream(1))
+    for one, other in zip(expected, means, strict=True):
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
@@ -123,10 +123,10 @@ def test_shards_of_all_nodes_at_once_have_the_bits_of_two_shot(spec, monkeypatch
         feedback = codecs.get(spec).feedback
         mine, theirs = (channels[:world], channels[world:]) if feedback else (spec, spec)
         local.all_reduce(ranks, mine, "avg", "two_shot", name="w", rng=Stream(1))
-        (found,) = local.all_reduce_rows([rows], theirs, "avg", "two_shot", names=["w"], rng=Stream(1))
+        (mean,) = local.all_reduce_rows([rows], theirs, "avg", "two_shot", names=["w"], rng=Stream(1))
         assert all(torch.equal(ranks[0].nan_to_num(7.0), each.nan_to_num(7.0)) for each in ranks)
-        assert torch.equal(ranks[0].nan_to_num(7.0), found.nan_to_num(7.0))
-        assert torch.equal(ranks[0].signbit(), found.signbit())
+        assert torch.equal(ranks[0].nan_to_num(7.0), mean.nan_to_num(7.0))
+        assert torch.equal(ranks[0].signbit(), mean.signbit())
 
 
 SHAPED = [
@@ -182,8 +182,8 @@ def test_small_and_large_tensors_travel_together_each_on_the_schedule_that_auto_
         ranks = list(each.clone())
         local.all_reduce(ranks, "int8/256", "avg")
         expected.append(ranks[0])
-    found = local.all_reduce_rows(rows, "int8/256", "avg", names=["small", "large"])
-    for one, other in zip(expected, found, strict=True):
+    means = local.all_reduce_rows(rows, "int8/256", "avg", names=["small", "large"])
+    for one, other in zip(expected, means, strict=True):
         assert torch.equal(one, other)
 
 
@@ -260,8 +260,8 @@ def test_policies_route_tensors_by_name_and_step():
 def test_bytes_are_those_a_rank_would_send():
     model = net()
     numels = [each.numel() for each in model.parameters()]
-    wire = Channel("int8/256").codec
-    expected = (WORLD - 1) * sum(wire.nbytes(numel) for numel in numels)
+    codec = Channel("int8/256").codec
+    expected = (WORLD - 1) * sum(codec.nbytes(numel) for numel in numels)
     assert Nodes(model, WORLD, "int8/256", "one_shot").sent_nbytes == expected
 
 
@@ -285,8 +285,8 @@ class Peak(TorchDispatchMode):
         self.now, self.most, self.seen = 0, 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for each in torch.utils._pytree.tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 storage = each.untyped_storage()
                 if storage._cdata not in self.seen:
@@ -294,7 +294,7 @@ class Peak(TorchDispatchMode):
                     self.now += storage.nbytes()
                     self.most = max(self.most, self.now)
                     weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return found
+        return result
 
     def _gone(self, key, nbytes):
         self.seen.discard(key)
@@ -372,16 +372,16 @@ def test_recipes_are_policies():
     assert Nodes(net(), 4, policy.get("int8")).routes["0.bias"] == ("fp32", "two_shot")
 
 
-def test_what_is_owed_goes_along_to_another_route():
+def test_residuals_go_along_to_another_route():
     """As DDP's hook does: nothing that the first codec lost is lost for good."""
     changing = Policy("changing", (Rule("int2+ef", "one_shot", last_step=0), Rule("int8", "one_shot")))
     model, other = net(), net()
     nodes, again = Nodes(model, WORLD, changing), Nodes(other, WORLD, changing)
     nodes.backward(loss, *batch())
-    owed = {name: 0.0 for name, _ in model.named_parameters()}
+    residuals = {name: 0.0 for name, _ in model.named_parameters()}
     for channel in nodes.channels["int2+ef"]:
-        for name in owed:
-            owed[name] += sum(each for each in channel.residuals_of(name).values()) / WORLD
+        for name in residuals:
+            residuals[name] += sum(each for each in channel.residuals_of(name).values()) / WORLD
     again.load_state_dict(nodes.state_dict())
     for each in (nodes, again):
         each.backward(loss, *batch(seed=1))
@@ -393,9 +393,9 @@ def test_what_is_owed_goes_along_to_another_route():
         ]
         place = [each for each, _ in model.named_parameters()].index(name)
         plain = sum(part[place] for part in parts) / WORLD
-        assert torch.allclose(parameter.grad, plain + owed[name].view_as(plain), atol=2e-3)
+        assert torch.allclose(parameter.grad, plain + residuals[name].view_as(plain), atol=2e-3)
         assert (parameter.grad - plain).abs().max() > 0.01
-    assert not any(channel.residuals_of(name) for channel in nodes.channels["int2+ef"] for name in owed)
+    assert not any(channel.residuals_of(name) for channel in nodes.channels["int2+ef"] for name in residuals)
 
 
 class Counting(nn.Module):
@@ -425,12 +425,12 @@ def test_short_gradients_are_summed_in_float32(schedule):
     model = nn.Linear(30, 5).bfloat16()
     x, y = batch()
     nodes = Nodes(model, WORLD, "fp32", schedule)
-    found = [gradients(model, x[node::WORLD].bfloat16(), y[node::WORLD]) for node in range(WORLD)]
-    for each in found:
+    per_node = [gradients(model, x[node::WORLD].bfloat16(), y[node::WORLD]) for node in range(WORLD)]
+    for each in per_node:
         model.weight.grad, model.bias.grad = (part.clone() for part in each)
         nodes.take()
     nodes.reduce()
-    rows = [part[0].clone() for part in found]
+    rows = [part[0].clone() for part in per_node]
     local.all_reduce(rows, "fp32", "avg", schedule)
     assert torch.equal(model.weight.grad, rows[0])
 
@@ -466,27 +466,27 @@ def test_an_interrupted_step_is_forgotten(together):
         nodes.backward(loss, x, together=together)
     assert all(map(torch.equal, before, model.buffers()))
     nodes.backward(loss, x, together=together)
-    found = [each.grad.clone() for each in model.parameters()]
+    after = [each.grad.clone() for each in model.parameters()]
     for each, was in zip(model.buffers(), before, strict=True):
         each.copy_(was)
     Nodes(model, 4, "int8").backward(loss, x, together=together)
-    assert all(map(torch.equal, found, [each.grad for each in model.parameters()]))
+    assert all(map(torch.equal, after, [each.grad for each in model.parameters()]))
 
 
 def test_formats_and_codecs_of_ones_own_are_those_of_the_same_numbers_by_name():
     mine = Table(FORMATS["nf4"].numbers, label="mine")
     for given, named in ((mine, "nf4"), (Block(mine, 64, feedback="float32"), "nf4/64+ef")):
-        found = []
-        for wire in (given, Policy("p", (Rule(given),)), named):
+        digests = []
+        for codec in (given, Policy("p", (Rule(given),)), named):
             model, x, y = net(), *batch()
-            nodes = Nodes(model, WORLD, wire)
+            nodes = Nodes(model, WORLD, codec)
             for _ in range(2):
                 nodes.backward(loss, x, y)
-            again = Nodes(model, WORLD, wire)
+            again = Nodes(model, WORLD, codec)
             again.load_state_dict(nodes.state_dict())
             again.backward(loss, x, y)
-            found.append([each.grad for each in model.parameters()])
-        for one, two, three in zip(*found, strict=True):
+            digests.append([each.grad for each in model.parameters()])
+        for one, two, three in zip(*digests, strict=True):
             assert torch.equal(one, three)
             assert torch.equal(two, three)
 

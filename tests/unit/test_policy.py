@@ -198,8 +198,8 @@ def test_policies_of_own_codecs_travel_to_other_processes():
     given = Policy("p", (Rule("ladder"), Rule(Block(MINE, 64))), Ladder((MINE, "int8/256")))
     program = (
         "import pickle, sys; from thinwire import codecs; given = pickle.load(sys.stdin.buffer); "
-        "found = [*given.ladder.levels, given.rules[1].codec]; print(*found); "
-        "print(codecs.get(found[0]).format.numbers)"
+        "specs = [*given.ladder.levels, given.rules[1].codec]; print(*specs); "
+        "print(codecs.get(specs[0]).format.numbers)"
     )
     done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(given), capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

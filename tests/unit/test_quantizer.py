@@ -55,9 +55,9 @@ def test_counts_add_up():
     quantizer = Quantizer("e4m3", "float8_e4m3fn", name="fc", counters=counters)
     x = torch.tensor([1.0, 1e9, -1e9, 1e-9, 0.0, float("inf")], requires_grad=True)
     quantizer(x).backward(torch.tensor([1e9, 1.0, 1e-9, 0.0, -0.0, float("nan")]))
-    found = counters.read()
-    assert found["fc/forward"] == {"numbers": 6, "overflow": 2, "saturation": 0, "underflow": 1}
-    assert found["fc/backward"] == {"numbers": 6, "overflow": 1, "saturation": 0, "underflow": 1}
+    counts = counters.read()
+    assert counts["fc/forward"] == {"numbers": 6, "overflow": 2, "saturation": 0, "underflow": 1}
+    assert counts["fc/backward"] == {"numbers": 6, "overflow": 1, "saturation": 0, "underflow": 1}
     saturating = formats.Float(4, 3, saturate=True)
     counters.clear()
     Quantizer(saturating, counters=counters)(torch.tensor([1e9, -1e9, 240.0]))
@@ -104,9 +104,9 @@ def test_scales_leave_room_for_what_rounding_does():
     """Half a step beyond the largest integer is rounded to it; at random it would be cut, and biased."""
     x = torch.full((4096,), 127.4)
     assert Precision.of("int8~fit").round(x).unique().tolist() == [127.0]
-    found = Precision.of("int8~fit~sr").round(x, Stream(0))
-    assert found.unique().tolist() == [126.0, 128.0]
-    assert abs(found.mean().item() - 127.4) < 0.05
+    rounded = Precision.of("int8~fit~sr").round(x, Stream(0))
+    assert rounded.unique().tolist() == [126.0, 128.0]
+    assert abs(rounded.mean().item() - 127.4) < 0.05
     assert Precision.of("int8~fit~up").round(x).unique().tolist() == [128.0]
 
 

@@ -59,18 +59,18 @@ def test_what_repeats_has_no_obstacle(wire):
     ],
 )
 def test_obstacles_are_named(model, loss, wire, what):
-    found = obstacle(GPU, model, loss, wire)
-    assert found
-    assert re.search(what, found)
+    reason = obstacle(GPU, model, loss, wire)
+    assert reason
+    assert re.search(what, reason)
 
 
 def test_exact_sums_of_known_numbers_are_no_obstacle():
     assert obstacle(GPU, converted("positnn/8+quire")) is None
     assert obstacle(GPU, converted("gupta/4.12+exact+clip")) is None
     attention = nn.Sequential(nn.MultiheadAttention(4, 2))
-    found = obstacle(GPU, simulate.convert(attention, "positnn/8+quire", tell=None))
-    assert found
-    assert "exact sums" in found
+    reason = obstacle(GPU, simulate.convert(attention, "positnn/8+quire", tell=None))
+    assert reason
+    assert "exact sums" in reason
 
 
 def test_what_decides_a_step_is_part_of_its_key(monkeypatch):

@@ -59,20 +59,20 @@ def test_every_number_of_the_table_is_that_of_the_records():
     summary = report.summarize(records())
     runs = {codec: [record(codec, seed) for seed in range(3)] for codec in CODECS}
     for codec, same in runs.items():
-        found = entry(summary, codec)
+        row = entry(summary, codec)
         for name in ("step_s", "samples_per_s", "sent_nbytes_per_step", "accuracy"):
             values = [getattr(run, name) for run in same]
-            assert found[name]["mean"] == pytest.approx(statistics.fmean(values))
-            assert found[name]["deviation"] == pytest.approx(statistics.stdev(values))
+            assert row[name]["mean"] == pytest.approx(statistics.fmean(values))
+            assert row[name]["deviation"] == pytest.approx(statistics.stdev(values))
         ratios = [run.fp32_nbytes_per_step / run.sent_nbytes_per_step for run in same]
-        assert found["ratio"]["mean"] == pytest.approx(statistics.fmean(ratios))
+        assert row["ratio"]["mean"] == pytest.approx(statistics.fmean(ratios))
         speedups = [base.step_s / run.step_s for base, run in zip(runs["fp32"], same, strict=True)]
-        assert found["speedup"]["mean"] == pytest.approx(statistics.fmean(speedups))
+        assert row["speedup"]["mean"] == pytest.approx(statistics.fmean(speedups))
         wholes = [
             base.points[-1].seconds / run.points[-1].seconds
             for base, run in zip(runs["fp32"], same, strict=True)
         ]
-        assert found["run_speedup"]["mean"] == pytest.approx(statistics.fmean(wholes))
+        assert row["run_speedup"]["mean"] == pytest.approx(statistics.fmean(wholes))
     differences = [runs["int8"][seed].accuracy - runs["fp32"][seed].accuracy for seed in range(3)]
     assert entry(summary, "int8")["difference"]["mean"] == pytest.approx(statistics.fmean(differences))
     assert entry(summary, "fp32")["difference"] is None
@@ -88,27 +88,27 @@ def test_page_data_is_plain_and_does_not_depend_on_the_order_of_records():
 
 
 def test_curves_are_the_points():
-    found = entry(report.summarize(records()), "int4")
-    for run, seed in zip(found["runs"], range(3), strict=True):
+    row = entry(report.summarize(records()), "int4")
+    for run, seed in zip(row["runs"], range(3), strict=True):
         points = record("int4", seed).points
         assert run["loss"] == [point.loss for point in points]
         assert run["sent_nbytes"] == [point.sent_nbytes for point in points]
     third = [record("int4", seed).points[2] for seed in range(3)]
-    assert found["mean"]["loss"][2] == pytest.approx(statistics.fmean(point.loss for point in third))
-    assert found["mean"]["seconds"][2] == pytest.approx(statistics.fmean(point.seconds for point in third))
+    assert row["mean"]["loss"][2] == pytest.approx(statistics.fmean(point.loss for point in third))
+    assert row["mean"]["seconds"][2] == pytest.approx(statistics.fmean(point.seconds for point in third))
 
 
-def on_a_gpu(found, **lab):
+def on_a_gpu(given, **lab):
     described = {"gpus": ["NVIDIA H200"], "gpu_shared": True, "mps": "started by the lab", **lab}
-    trial = replace(found.trial, data="sotu", network="gpt", device="cuda", link="10gbit")
-    return replace(found, trial=trial, environment={**found.environment, "lab": described})
+    trial = replace(given.trial, data="sotu", network="gpt", device="cuda", link="10gbit")
+    return replace(given, trial=trial, environment={**given.environment, "lab": described})
 
 
 def test_a_result_is_saved_under_its_device(tmp_path):
     from thinwire.cli.report import keep
 
-    for found in (records(), [on_a_gpu(each) for each in records()]):
-        keep(report.summarize(found), tmp_path)
+    for runs in (records(), [on_a_gpu(each) for each in records()]):
+        keep(report.summarize(runs), tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["demo-cpu.json", "demo-cuda.json"]
     keep(report.summarize(records()), None)  # nowhere
@@ -147,9 +147,9 @@ def test_the_demo_without_plotly_keeps_what_it_trained(monkeypatch, tmp_path):
 
 def test_one_seed_has_no_spread():
     summary = report.summarize(records(seeds=(4,)))
-    found = entry(summary, "int8")
-    assert found["accuracy"]["deviation"] is None
-    assert found["mean"] is None
+    int8 = entry(summary, "int8")
+    assert int8["accuracy"]["deviation"] is None
+    assert int8["mean"] is None
     assert all("±" not in cell for row in report.rows(summary) for cell in row)
     assert "one seed, so no spread" in summary["headline"]
     assert any("One seed only" in note for note in summary["settings"][0]["notes"])
@@ -173,8 +173,8 @@ def test_missing_seeds_and_codecs_break_nothing():
 
 def test_points_at_different_steps_are_met_where_they_agree():
     short = replace(record("int8", 1), points=record("int8", 1).points[1::2])
-    found = entry(report.summarize([record("int8", 0), short]), "int8")
-    assert found["mean"]["step"] == [point.step for point in short.points]
+    row = entry(report.summarize([record("int8", 0), short]), "int8")
+    assert row["mean"]["step"] == [point.step for point in short.points]
 
 
 def test_a_run_that_diverged_is_shown_as_such():
@@ -198,8 +198,8 @@ def test_a_run_that_diverged_is_shown_as_such():
 )  # fmt: skip
 def test_the_headline_says_no_more_than_the_interval(accuracies, expected):
     base = [with_accuracy("fp32", seed, 0.9) for seed in range(3)]
-    found = [with_accuracy("int8", seed, each) for seed, each in enumerate(accuracies)]
-    assert re.search(expected, report.summarize(base + found)["headline"])
+    runs = [with_accuracy("int8", seed, each) for seed, each in enumerate(accuracies)]
+    assert re.search(expected, report.summarize(base + runs)["headline"])
 
 
 def test_the_headline_prefers_a_codec_that_keeps_the_accuracy():
@@ -310,16 +310,16 @@ def test_no_records_is_an_error():
 
 def test_a_codec_looks_the_same_in_every_figure():
     summary = report.summarize(records(codecs=(*CODECS, "plain")))
-    found = figures(summary, summary["settings"][0])
-    assert set(found) == {
+    drawn = figures(summary, summary["settings"][0])
+    assert set(drawn) == {
         "loss-time", "loss-bytes", "accuracy-time", "accuracy-bytes", "steps", "layers", "prediction",
     }  # fmt: skip
     colours = {}
-    for figure in found.values():
+    for figure in drawn.values():
         for trace in figure["data"]:
             if trace.get("meta"):
                 colours.setdefault(trace["meta"]["codec"], set()).add(trace["line"]["color"])
-    dots = found["prediction"]["data"][1]
+    dots = drawn["prediction"]["data"][1]
     for name, colour in zip(dots["y"], dots["marker"]["color"], strict=True):
         colours[name].add(colour)
     assert all(len(each) == 1 for each in colours.values())
@@ -354,11 +354,11 @@ def test_colours_differ_to_the_colour_blind(lacking):
 
 
 def test_codecs_without_a_colour_of_their_own_take_others():
-    found = styles(["int8", "int8/256", "topk/0.01+ef"])
-    colours = {each["colour"] for each in found.values()}
+    chosen = styles(["int8", "int8/256", "topk/0.01+ef"])
+    colours = {each["colour"] for each in chosen.values()}
     assert len(colours) == 3
-    assert found["int8"]["colour"] == KNOWN["int8"]
-    assert all(each["symbol"] in SHAPES for each in found.values())
+    assert chosen["int8"]["colour"] == KNOWN["int8"]
+    assert all(each["symbol"] in SHAPES for each in chosen.values())
 
 
 def test_plotly_knows_all_that_the_figures_say():
@@ -485,10 +485,10 @@ def test_the_verb_prints_every_setting_with_its_own_numbers():
 
 def test_the_verb_prints_json(stored):
     done = invoke("--json", "--out", "pages/other.html")
-    found = json.loads(done.stdout)
-    assert found["page"] == "pages/other.html"
+    printed = json.loads(done.stdout)
+    assert printed["page"] == "pages/other.html"
     assert (stored / "pages" / "other.html").exists()
-    assert found["settings"] == report.summarize(records())["settings"]
+    assert printed["settings"] == report.summarize(records())["settings"]
 
 
 def test_the_verb_says_what_is_missing(stored):

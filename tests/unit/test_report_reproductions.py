@@ -31,19 +31,19 @@ def body(page):
 
 
 def test_an_axis_without_a_collapse_is_plain():
-    found = fit([-0.5, 0.2, -1.5], [(-0.5, -0.9, -0.1), (-1.5, -1.9, -1.1)])
-    assert found.cut is None
-    assert [found.place(each) for each in (-1.9, 0.0, 0.2)] == [-1.9, 0.0, 0.2]
+    axis = fit([-0.5, 0.2, -1.5], [(-0.5, -0.9, -0.1), (-1.5, -1.9, -1.1)])
+    assert axis.cut is None
+    assert [axis.place(each) for each in (-1.9, 0.0, 0.2)] == [-1.9, 0.0, 0.2]
 
 
 def test_a_collapse_goes_into_the_coarse_part():
-    found = fit([-0.5, -7.0, -70.0], [(-0.5, -0.9, -0.1), (-7.0, -9.0, -5.0), (-70.0, -80.0, -60.0)])
-    assert -60 < found.cut < -9
-    low, high = found.range
-    assert found.place(found.cut) - low == pytest.approx(0.24 * (high - low))
-    places = [found.place(each) for each in (-99.0, -80.0, -60.0, -20.0, -9.0, 0.0, 5.0)]
+    axis = fit([-0.5, -7.0, -70.0], [(-0.5, -0.9, -0.1), (-7.0, -9.0, -5.0), (-70.0, -80.0, -60.0)])
+    assert -60 < axis.cut < -9
+    low, high = axis.range
+    assert axis.place(axis.cut) - low == pytest.approx(0.24 * (high - low))
+    places = [axis.place(each) for each in (-99.0, -80.0, -60.0, -20.0, -9.0, 0.0, 5.0)]
     assert places == sorted(places)
-    labels = [label for _, label in found.ticks()]
+    labels = [label for _, label in axis.ticks()]
     assert "0" in labels
     assert any(float(each.replace(text.MINUS, "-")) < -20 for each in labels)
 
@@ -53,10 +53,10 @@ def test_a_collapse_goes_into_the_coarse_part():
     [([], []), ([0.0], []), ([-70.0], [(-70.0, -70.0, -70.0)]), ([-1.0, -60.0], [(-1.0, -90.0, 88.0)])],
 )
 def test_an_axis_holds_every_mark(marks, intervals):
-    found = fit(marks, intervals)
-    assert isinstance(found, Scale)
-    assert found.low < min([0, *marks]) <= max([0, *marks]) < found.high
-    assert found.ticks()
+    axis = fit(marks, intervals)
+    assert isinstance(axis, Scale)
+    assert axis.low < min([0, *marks]) <= max([0, *marks]) < axis.high
+    assert axis.ticks()
 
 
 def test_dots_are_the_differences_of_the_result():
@@ -81,8 +81,8 @@ def test_dots_are_the_differences_of_the_result():
     paper = dict(zip(by_name["paper"]["y"], by_name["paper"]["x"], strict=True))
     for number, row in enumerate(arms.values()):
         assert paper[number] == pytest.approx(axis.place(row["paper"] - part["rows"][0]["paper"]))
-        found = reproduction_figures.seeds(part, row)
-        assert statistics.fmean(found) == pytest.approx(100 * row["difference"]["mean"])
+        dots = reproduction_figures.seeds(part, row)
+        assert statistics.fmean(dots) == pytest.approx(100 * row["difference"]["mean"])
 
 
 def test_seeds_that_cannot_be_paired_are_not_drawn():
@@ -113,23 +113,23 @@ def test_curves_are_means_over_seeds_and_stop_where_runs_break_off():
 
 
 def test_a_page_says_what_the_result_says():
-    found = result("aps", skip=("e3m0, APS",))
-    page = body(reproductions.render([found]))
+    shown = result("aps", skip=("e3m0, APS",))
+    page = body(reproductions.render([shown]))
     assert reproductions.EMULATED in page
-    for claim in found["claims"]:
+    for claim in shown["claims"]:
         assert claim["text"].replace("'", "&#x27;") in page
     for verdict in (judge.AGREES, judge.MISSING):
-        count = sum(claim["verdict"] == verdict for claim in found["claims"])
+        count = sum(claim["verdict"] == verdict for claim in shown["claims"])
         assert page.count(f'<li data-verdict="{verdict}">') == count > 0
     said = re.findall('"by">([^<;]*)(; found: [^<]*)?<', page)
     assert {"claimed by the paper", "expected from rounding errors"} <= {who for who, _ in said}
-    assert [bool(found) for _, found in said].count(False) == page.count('<li data-verdict="not run">')
+    assert [bool(shown) for _, shown in said].count(False) == page.count('<li data-verdict="not run">')
     for words in (
-        found["question"],
-        found["commit"],
-        found["date"][:10],
+        shown["question"],
+        shown["commit"],
+        shown["date"][:10],
         "thinwire reproduce aps",
-        *found["notes"],
+        *shown["notes"],
     ):
         assert words.replace("'", "&#x27;") in page
 
@@ -148,13 +148,13 @@ EVIL = "x<img src=x onerror=y()>\"'&"
 
 def test_the_name_of_an_arm_cannot_open_a_tag():
     """In the table, in the figures and on the buttons above curves, which are there if there are records."""
-    found = result("mogami", QUICK)
+    outcome = result("mogami", QUICK)
     runs = records("mogami", QUICK)
-    row = found["tables"][0]["rows"][1]
+    row = outcome["tables"][0]["rows"][1]
     row["arm"], old = EVIL, row["arm"]
     trial = [replace(run.trial, codec=EVIL) if run.trial.codec == old else run.trial for run in runs]
     page = reproductions.render(
-        [found], [replace(run, trial=each) for run, each in zip(runs, trial, strict=True)]
+        [outcome], [replace(run, trial=each) for run, each in zip(runs, trial, strict=True)]
     )
     shown = body(page)
     assert "<img" not in page
@@ -193,8 +193,8 @@ def test_accuracy_that_is_no_number_makes_a_page():
         for run in records("mogami", QUICK)
     ]
     paper = reproduce.get("mogami")
-    found = judge.result(paper, paper.sized(QUICK), runs, "cpu")
-    assert "not finite" in reproductions.render([found])
+    shown = judge.result(paper, paper.sized(QUICK), runs, "cpu")
+    assert "not finite" in reproductions.render([shown])
 
 
 def test_the_verb_makes_this_page_for_reproductions(tmp_path):
@@ -229,12 +229,12 @@ def test_the_docs_show_a_saved_result(tmp_path):
     docs = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
     docs["reproduction"].__globals__["RESULTS"] = tmp_path
     assert "Not run at full length yet" in docs["reproduction"]("gupta")
-    found = result("gupta")
-    (tmp_path / "reproduce-gupta.json").write_text(json.dumps(found))
+    saved = result("gupta")
+    (tmp_path / "reproduce-gupta.json").write_text(json.dumps(saved))
     shown = docs["reproduction"]("gupta")
     assert "Not run" not in shown
-    assert shown.count("\n| `<") == sum(len(part["rows"]) - 1 for part in found["tables"])
-    for words in (*(claim["text"] for claim in found["claims"]), *found["notes"], found["commit"]):
+    assert shown.count("\n| `<") == sum(len(part["rows"]) - 1 for part in saved["tables"])
+    for words in (*(claim["text"] for claim in saved["claims"]), *saved["notes"], saved["commit"]):
         assert words in shown
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {5, 6}

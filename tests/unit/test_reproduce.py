@@ -26,11 +26,11 @@ def test_quick_variants_train_and_agree(paper, tmp_path):
     with Store(tmp_path / "records.sqlite") as store:
         records = run.run(trials, store)
         assert run.run(trials, store) == records  # kept, not trained anew
-    found = judge.result(paper, tables, records, "cpu")
-    assert found["claims"]
-    assert {each["verdict"] for each in found["claims"]} == {"agrees"}
-    assert all(len(row["accuracies"]) == 2 for part in found["tables"] for row in part["rows"])
-    assert json.loads(json.dumps(found, allow_nan=False))["paper"] == paper.name
+    result = judge.result(paper, tables, records, "cpu")
+    assert result["claims"]
+    assert {each["verdict"] for each in result["claims"]} == {"agrees"}
+    assert all(len(row["accuracies"]) == 2 for part in result["tables"] for row in part["rows"])
+    assert json.loads(json.dumps(result, allow_nan=False))["paper"] == paper.name
     assert all(
         record.command.startswith(f"thinwire reproduce {paper.name} --quick --arm ") for record in records
     )
@@ -88,8 +88,8 @@ def records(**accuracies):
             next(trial for trial in TABLE.trials("made-up") if (trial.codec, trial.seed) == (arm, seed)),
             (Point(5, 1.0, 0, 0.5, each),), each, 0.1, 1.0, 25.0, 100.0, {}, 0.0, (), True,
         )
-        for arm, found in accuracies.items()
-        for seed, each in enumerate(found)
+        for arm, values in accuracies.items()
+        for seed, each in enumerate(values)
     ]  # fmt: skip
 
 
@@ -131,8 +131,8 @@ NONE = (0.10, 0.20, 0.50)
 )
 def test_claims_are_judged_by_intervals(kind, a, verdict):
     paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", kind, ("a",)),))
-    found = judge.result(paper, [TABLE], records(fp32=BASE, a=a), "cpu")
-    assert [each["verdict"] for each in found["claims"]] == [verdict]
+    result = judge.result(paper, [TABLE], records(fp32=BASE, a=a), "cpu")
+    assert [each["verdict"] for each in result["claims"]] == [verdict]
 
 
 def test_orders_and_arms_that_were_not_run():
@@ -142,15 +142,15 @@ def test_orders_and_arms_that_were_not_run():
         Claim("", "t", "same", ("b",)),
     )
     paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, claims)
-    found = judge.result(paper, [TABLE], records(fp32=BASE, a=LOW), "cpu")
-    assert [each["verdict"] for each in found["claims"]] == ["agrees", "disagrees", "not run"]
-    row = found["tables"][0]["rows"][1]
+    result = judge.result(paper, [TABLE], records(fp32=BASE, a=LOW), "cpu")
+    assert [each["verdict"] for each in result["claims"]] == ["agrees", "disagrees", "not run"]
+    row = result["tables"][0]["rows"][1]
     assert row["difference"]["mean"] == pytest.approx(-0.0997, abs=1e-4)
-    assert judge.cells(found["tables"][0])[1][:3] == ("a", "81.03 ± 1.00", "-9.97")
-    assert judge.claims(found, "t")[0][2:] == ("+9.82 to +10.11", "agrees")
+    assert judge.cells(result["tables"][0])[1][:3] == ("a", "81.03 ± 1.00", "-9.97")
+    assert judge.claims(result, "t")[0][2:] == ("+9.82 to +10.11", "agrees")
     claims = tuple(Claim("", "t", "better", pair) for pair in (("fp32", "a"), ("a", "fp32"), ("b", "fp32")))
-    found = judge.result(replace(paper, claims=claims), [TABLE], records(fp32=BASE, a=NEAR, b=WIDE), "cpu")
-    assert [each["verdict"] for each in found["claims"]] == ["agrees", "disagrees", "undecided"]
+    result = judge.result(replace(paper, claims=claims), [TABLE], records(fp32=BASE, a=NEAR, b=WIDE), "cpu")
+    assert [each["verdict"] for each in result["claims"]] == ["agrees", "disagrees", "undecided"]
 
 
 def test_the_command_lists_runs_and_repeats(tmp_path, monkeypatch):
@@ -159,11 +159,11 @@ def test_the_command_lists_runs_and_repeats(tmp_path, monkeypatch):
     assert [each["name"] for each in json.loads(listed.stdout)] == list(reproduce.PAPERS)
     how = ["--quick", "--arm", "fp32", "--seed", "0", "--store", str(tmp_path / "s.sqlite"), "--json"]
     done = runner.invoke(app, ["reproduce", "mogami", *how])
-    found = json.loads(done.stdout)
-    assert [row["arm"] for row in found["tables"][0]["rows"]] == ["fp32"]
-    assert found["claims"][0]["verdict"] == "not run"
-    assert found["device"] == "cpu"
-    assert found["commit"]  # of this checkout, unless another is given
+    printed = json.loads(done.stdout)
+    assert [row["arm"] for row in printed["tables"][0]["rows"]] == ["fp32"]
+    assert printed["claims"][0]["verdict"] == "not run"
+    assert printed["device"] == "cpu"
+    assert printed["commit"]  # of this checkout, unless another is given
     named = runner.invoke(app, ["reproduce", "mogami", *how, "--commit", "abc"])
     assert json.loads(named.stdout)["commit"] == "abc"
 
@@ -200,9 +200,9 @@ def test_without_a_base_of_equal_seeds_nothing_is_said(kind):
     paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", kind, ("a",)),))
     apart = [each for each in records(fp32=BASE, a=LOW) if (each.trial.codec == "a") == (each.trial.seed > 0)]
     for given in (records(a=LOW), apart):
-        found = judge.result(paper, [TABLE], given, "cpu")
-        assert [each["verdict"] for each in found["claims"]] == ["not run"]
-        assert judge.cells(found["tables"][0])[-1][0] == "a"
+        result = judge.result(paper, [TABLE], given, "cpu")
+        assert [each["verdict"] for each in result["claims"]] == ["not run"]
+        assert judge.cells(result["tables"][0])[-1][0] == "a"
 
 
 def test_a_result_of_several_machines_names_all():
@@ -214,11 +214,11 @@ def test_a_result_of_several_machines_names_all():
         {"commit": "b", "machine": {"gpu": "H", "threads": "2"}},
     ]
     mixed = [replace(record, environment=place) for record, place in zip(made, places, strict=True)]
-    found = judge.result(paper, [TABLE], mixed, "cpu and cuda")
-    assert found["machine"] == {"gpu": "H", "threads": "1 and 2", "processor": "P"}
-    assert found["commit"] == "a, b"
-    assert report.made_on(found) == "H; P"
-    assert report.made_on({**found, "device": "cuda"}) == "H"
+    result = judge.result(paper, [TABLE], mixed, "cpu and cuda")
+    assert result["machine"] == {"gpu": "H", "threads": "1 and 2", "processor": "P"}
+    assert result["commit"] == "a, b"
+    assert report.made_on(result) == "H; P"
+    assert report.made_on({**result, "device": "cuda"}) == "H"
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_a_result_of_several_machines_names_all():
 )
 def test_rows_say_what_their_seeds_allow(a, verdict, interval):
     paper = Paper("made-up", "", "", "", {"full": (TABLE,)})
-    found = judge.result(paper, [TABLE], records(fp32=BASE, a=a), "cpu")["tables"][0]
-    cells = judge.cells(found)[1]
+    table = judge.result(paper, [TABLE], records(fp32=BASE, a=a), "cpu")["tables"][0]
+    cells = judge.cells(table)[1]
     assert cells[4] == verdict
     assert (cells[3] == interval) if interval is not None else cells[3]
     assert ("±" in cells[1]) == (len(a) > 1)
@@ -249,17 +249,17 @@ def test_a_run_whose_loss_is_no_number_has_failed():
     made = records(fp32=BASE, a=NEAR)
     made[-1] = replace(made[-1], points=(replace(made[-1].points[0], loss=float("nan")),))
     paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", "trains", ("a",)),))
-    found = judge.result(paper, [TABLE], made, "cpu")
-    assert judge.cells(found["tables"][0])[1][4] == "1 of 3 fail"
-    assert judge.claims(found, "t") == [("", "paper", "2 of 3 train", "undecided")]
+    result = judge.result(paper, [TABLE], made, "cpu")
+    assert judge.cells(result["tables"][0])[1][4] == "1 of 3 fail"
+    assert judge.claims(result, "t") == [("", "paper", "2 of 3 train", "undecided")]
 
 
 def test_an_arm_that_fails_is_not_better():
     paper = Paper("made-up", "", "", "", {"full": (TABLE,)}, (Claim("", "t", "better", ("a", "b")),))
-    found = judge.result(paper, [TABLE], records(fp32=BASE, a=NONE, b=(0.1, 0.1, 0.1)), "cpu")
-    assert judge.claims(found, "t") == [("", "paper", "3 of 3 fail", "disagrees")]
-    found = judge.result(paper, [TABLE], records(fp32=BASE, a=SOME, b=(0.1, 0.1, 0.1)), "cpu")
-    assert judge.claims(found, "t") == [("", "paper", "1 of 3 fail", "undecided")]
+    result = judge.result(paper, [TABLE], records(fp32=BASE, a=NONE, b=(0.1, 0.1, 0.1)), "cpu")
+    assert judge.claims(result, "t") == [("", "paper", "3 of 3 fail", "disagrees")]
+    result = judge.result(paper, [TABLE], records(fp32=BASE, a=SOME, b=(0.1, 0.1, 0.1)), "cpu")
+    assert judge.claims(result, "t") == [("", "paper", "1 of 3 fail", "undecided")]
 
 
 def test_differences_of_nothing_have_no_sign():
@@ -276,5 +276,5 @@ def test_tables_say_where_and_when_their_runs_were_made():
     place = {"commit": "b", "machine": {"gpu": "H"}, "device": "cuda", "date": "2000-01-02T03:00"}
     made = [replace(each, environment=place) for each in records(fp32=BASE)]
     made[0] = replace(made[0], environment={**place, "date": "2000-01-01T03:00", "commit": "a"})
-    found = judge.result(paper, [TABLE], made, "cuda")
-    assert report.origin(found["tables"][0]) == "H, 2000-01-01 to 2000-01-02, commit a, b."
+    result = judge.result(paper, [TABLE], made, "cuda")
+    assert report.origin(result["tables"][0]) == "H, 2000-01-01 to 2000-01-02, commit a, b."

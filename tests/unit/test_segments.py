@@ -51,42 +51,42 @@ SPREADS = (  # bits, block, mode of scales between minimum and maximum
 
 
 def minmax(bits, block, mode):
-    """A codec of its own: plans are made here."""
+    """A codec of its own: layouts are made here."""
     p = BlockParams(GridParams(bits, 0, 0, 2**bits - 1), mode, block, MINMAX, 2.0**bits - 1.0)
 
-    def plan(numel):
+    def layout(numel):
         codes, blocks = packed_nbytes(numel, bits), p.blocks(numel)
         return WireLayout(numel, codes + 8 * blocks + 4, codes, codes + 4 * blocks, -7)
 
-    return p, plan
+    return p, layout
 
 
-CASES = [(codec._params, codec._plan) for codec in CODECS] + [minmax(*each) for each in SPREADS]
+CASES = [(codec._params, codec.layout) for codec in CODECS] + [minmax(*each) for each in SPREADS]
 BLOCK_CASES = pytest.mark.parametrize(
-    ("p", "plan"), CASES, ids=[*(each.name for each in CODECS), "minmax8", "minmax4"]
+    ("p", "layout"), CASES, ids=[*(each.name for each in CODECS), "minmax8", "minmax4"]
 )
 ONEBITS = [OneBit(block, threshold) for block in (64, 128, 16384) for threshold in ("zero", "sign", "mean")]
 
 
-def segments_of(plans, gap=3, wire_gap=8):
+def segments_of(layouts, gap=3, wire_gap=8):
     """Segments with gaps between them, in the vector from last to first."""
-    numels = [plan.numel for plan in plans]
+    numels = [layout.numel for layout in layouts]
     ends = list(itertools.accumulate(numel + gap for numel in numels))
-    wires = itertools.accumulate((plan.nbytes + wire_gap for plan in plans), initial=4)
+    wires = itertools.accumulate((layout.nbytes + wire_gap for layout in layouts), initial=4)
     return Segments(
-        plans=tuple(plans),
+        layouts=tuple(layouts),
         starts=tuple(sum(numels) + gap * len(numels) - end for end in ends),
-        wires=tuple(wires)[: len(plans)],
+        wires=tuple(wires)[: len(layouts)],
         held=tuple(end - numel for end, numel in zip(ends, numels, strict=True)),
-        tensors=tuple(0xFFFFFF00 + 3 * i for i in range(len(plans))),
-        rows=tuple(i % 3 for i in range(len(plans))),
+        tensors=tuple(0xFFFFFF00 + 3 * i for i in range(len(layouts))),
+        rows=tuple(i % 3 for i in range(len(layouts))),
     )
 
 
 def sizes(segments):
     """Elements and bytes that flat tensors must have."""
-    numel = segments.numel + 3 * len(segments.plans)
-    return numel, segments.wires[-1] + segments.plans[-1].nbytes + 12
+    numel = segments.numel + 3 * len(segments.layouts)
+    return numel, segments.wires[-1] + segments.layouts[-1].nbytes + 12
 
 
 def numbers(numel, seed=0):
@@ -118,41 +118,41 @@ def row_of(x, at, numel):
 
 def fill(p, segments, x, wire, residual=None):
     """Scales of every segment into its wire, of any size; NaN where something is not finite."""
-    for i, plan in enumerate(segments.plans):
-        there, u = row_of(wire, segments.wires[i], plan.nbytes), row_of(x, segments.starts[i], plan.numel)
+    for i, layout in enumerate(segments.layouts):
+        there, u = row_of(wire, segments.wires[i], layout.nbytes), row_of(x, segments.starts[i], layout.numel)
         if residual is not None:
-            u = u + row_of(residual, segments.held[i], plan.numel)
+            u = u + row_of(residual, segments.held[i], layout.numel)
         cut = block_reference._cut(u, p.block, 0.0)
         scales = torch.rand(cut.shape[:2], generator=torch.Generator().manual_seed(i)) + 0.01
         scales *= u.nan_to_num(1.0, 1.0, 1.0).abs().mean()
         scales = block_reference._poison(scales, ~cut.isfinite().all(-1))
         one = torch.ones(1, 1)
-        if plan.extra_at < plan.nbytes - 4:
-            block_reference._put(there, plan.extra_at, block_reference._as_bytes(one))
-        block_reference._put(there, plan.scales_at, block_reference.store_scales(p, scales, one))
+        if layout.extra_at < layout.nbytes - 4:
+            block_reference._put(there, layout.extra_at, block_reference._as_bytes(one))
+        block_reference._put(there, layout.scales_at, block_reference.store_scales(p, scales, one))
 
 
 def by_rows(p, segments, x, wire, held):
     """The definition: one row after another."""
-    for i, plan in enumerate(segments.plans):
+    for i, layout in enumerate(segments.layouts):
         key = Stream(DRAW.seed, DRAW.step, segments.tensors[i], DRAW.rank).key
-        u, rows = row_of(x, segments.starts[i], plan.numel), segments.rows[i] + 1
-        left = None if held is None else row_of(held, segments.held[i], plan.numel)
+        u, rows = row_of(x, segments.starts[i], layout.numel), segments.rows[i] + 1
+        left = None if held is None else row_of(held, segments.held[i], layout.numel)
         # the stream's earlier rows are there, and go nowhere
-        many = torch.zeros(rows, plan.numel)
+        many = torch.zeros(rows, layout.numel)
         many[-1] = u
-        wires = row_of(wire, segments.wires[i], plan.nbytes).repeat(rows, 1)
+        wires = row_of(wire, segments.wires[i], layout.nbytes).repeat(rows, 1)
         others = None if left is None else left.repeat(rows, 1)
-        block_reference.encode(p, many, wires, plan, key if p.mode == STOCHASTIC else None, others)
-        wire[segments.wires[i] : segments.wires[i] + plan.nbytes] = wires[-1]
+        block_reference.encode(p, many, wires, layout, key if p.mode == STOCHASTIC else None, others)
+        wire[segments.wires[i] : segments.wires[i] + layout.nbytes] = wires[-1]
         if left is not None:
             left.copy_(others[-1].nan_to_num(0.0, 0.0, 0.0))
 
 
 @BLOCK_CASES
 @pytest.mark.parametrize("feedback", [False, True])
-def test_encoding_equals_rows_of_the_reference(p, plan, feedback):
-    segments = segments_of([plan(numel) for numel in NUMELS])
+def test_encoding_equals_rows_of_the_reference(p, layout, feedback):
+    segments = segments_of([layout(numel) for numel in NUMELS])
     numel, nbytes = sizes(segments)
     x, wire, expected = numbers(numel), buffer(nbytes), buffer(nbytes)
     residual = numbers(numel, 1) if feedback else None
@@ -170,19 +170,20 @@ def test_encoding_equals_rows_of_the_reference(p, plan, feedback):
         if held is not None:
             same(held, left)
             inside = [
-                row_of(held, at, plan.numel) for at, plan in zip(segments.held, segments.plans, strict=True)
+                row_of(held, at, layout.numel)
+                for at, layout in zip(segments.held, segments.layouts, strict=True)
             ]
             assert all(each.isfinite().all() for each in inside)
 
 
 @BLOCK_CASES
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_decoding_adds_wires_in_order(p, plan, count):
-    segments, wires, stride = filled_wires(p, plan, count)
+def test_decoding_adds_wires_in_order(p, layout, count):
+    segments, wires, stride = filled_wires(p, layout, count)
     numel = sizes(segments)[0]
     out = torch.full((numel,), 7.0)
     expected = out.clone()
-    for i, each in enumerate(segments.plans):
+    for i, each in enumerate(segments.layouts):
         total = None
         for k in range(count):
             wire = row_of(wires, k * stride + segments.wires[i], each.nbytes)
@@ -193,9 +194,9 @@ def test_decoding_adds_wires_in_order(p, plan, count):
     same(out, expected)
 
 
-def filled_wires(p, plan, count):
+def filled_wires(p, layout, count):
     """Wires of several ranks, one buffer after another."""
-    segments = segments_of([plan(numel) for numel in NUMELS])
+    segments = segments_of([layout(numel) for numel in NUMELS])
     numel, nbytes = sizes(segments)
     stride = -(-nbytes // 4) * 4 + 8
     wires = buffer(count * stride)
@@ -209,8 +210,8 @@ def filled_wires(p, plan, count):
 
 @BLOCK_CASES
 @pytest.mark.parametrize(("count", "feedback"), [(1, False), (2, True), (5, False), (5, True)])
-def test_reducing_equals_a_sum_that_is_encoded(p, plan, count, feedback):
-    segments, wires, stride = filled_wires(p, plan, count)
+def test_reducing_equals_a_sum_that_is_encoded(p, layout, count, feedback):
+    segments, wires, stride = filled_wires(p, layout, count)
     numel = sizes(segments)[0]
     total = torch.zeros(numel)
     segment_reference.decode(p, wires, total, segments, 0.3, count, stride)
@@ -233,7 +234,7 @@ def test_reducing_equals_a_sum_that_is_encoded(p, plan, count, feedback):
 @pytest.mark.parametrize("codec", ONEBITS, ids=[each.name for each in ONEBITS])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_one_bit(codec, feedback):
-    segments = segments_of([codec._plan(numel) for numel in NUMELS])
+    segments = segments_of([codec.layout(numel) for numel in NUMELS])
     numel, nbytes = sizes(segments)
     stride, count = nbytes + 4, 3
     wires, expected = buffer(count * stride), buffer(count * stride)
@@ -241,11 +242,11 @@ def test_one_bit(codec, feedback):
         x, residual = numbers(numel, k), numbers(numel, 9 - k) if feedback else None
         left = None if residual is None else residual.clone()
         kernels.onebit_encode_segments(x, wires[k * stride :], segments, codec.threshold, residual)
-        for i, plan in enumerate(segments.plans):
-            wire = row_of(expected, k * stride + segments.wires[i], plan.nbytes)
-            held = None if left is None else row_of(left, segments.held[i], plan.numel)
-            row = row_of(x, segments.starts[i], plan.numel)
-            onebit_reference.encode(row, wire, plan, codec.threshold, held)
+        for i, layout in enumerate(segments.layouts):
+            wire = row_of(expected, k * stride + segments.wires[i], layout.nbytes)
+            held = None if left is None else row_of(left, segments.held[i], layout.numel)
+            row = row_of(x, segments.starts[i], layout.numel)
+            onebit_reference.encode(row, wire, layout, codec.threshold, held)
             if held is not None:
                 held.nan_to_num_(0.0, 0.0, 0.0)
         if residual is not None:
@@ -273,14 +274,14 @@ def check_signs_reduced(codec, segments, wires, sums, residual):
 @pytest.mark.parametrize("threshold", ["zero", "sign", "mean"])
 def test_one_bit_rows_reduce_as_a_sum_that_is_encoded(threshold):
     codec = OneBit(64, threshold)
-    plan, x = codec._plan(5000), torch.stack([numbers(5000, k).view(1, -1).repeat(2, 1) for k in range(4)])
+    layout, x = codec.layout(5000), torch.stack([numbers(5000, k).view(1, -1).repeat(2, 1) for k in range(4)])
     wires = codec.encode(x)
     out, expected = (
-        torch.empty(2, plan.nbytes, dtype=torch.uint8),
-        torch.empty(2, plan.nbytes, dtype=torch.uint8),
+        torch.empty(2, layout.nbytes, dtype=torch.uint8),
+        torch.empty(2, layout.nbytes, dtype=torch.uint8),
     )
-    onebit_reference.reduce(wires, expected, plan, threshold, 0.25)
-    kernels.onebit_reduce(wires, out, plan, threshold, 0.25)
+    onebit_reference.reduce(wires, expected, layout, threshold, 0.25)
+    kernels.onebit_reduce(wires, out, layout, threshold, 0.25)
     assert torch.equal(out, expected)
     total = torch.zeros(2, 5000)
     for wire in wires:
@@ -293,14 +294,14 @@ def test_largest_magnitudes(feedback):
     segments = segments_of([SignLayout(n, 64, 64, -1, 0, 0) for n in (*NUMELS, 20000, 0)])
     numel = sizes(segments)[0]
     x, residual = numbers(numel), numbers(numel, 1) if feedback else None
-    found = kernels.segment_magnitudes(x, segments, residual)
-    assert found.dtype == torch.int32
-    for i, plan in enumerate(segments.plans):
-        u = row_of(x, segments.starts[i], plan.numel)
+    maxima = kernels.segment_magnitudes(x, segments, residual)
+    assert maxima.dtype == torch.int32
+    for i, layout in enumerate(segments.layouts):
+        u = row_of(x, segments.starts[i], layout.numel)
         if residual is not None:
-            u = u + row_of(residual, segments.held[i], plan.numel)
-        expected = (u.view(torch.int32) & 0x7FFFFFFF).amax().item() if plan.numel else 0
-        assert found[i].item() == expected
+            u = u + row_of(residual, segments.held[i], layout.numel)
+        expected = (u.view(torch.int32) & 0x7FFFFFFF).amax().item() if layout.numel else 0
+        assert maxima[i].item() == expected
 
 
 def test_no_segments_and_segments_without_elements():
@@ -313,7 +314,7 @@ def test_no_segments_and_segments_without_elements():
     assert kernels.segment_magnitudes(x, none).numel() == 0
     assert (wire == GUARD).all()
     codec = Block("int8", 64)
-    segments = segments_of([codec._plan(0), codec._plan(5)])
+    segments = segments_of([codec.layout(0), codec.layout(5)])
     wire = buffer(64)
     kernels.block_encode_segments(p, torch.ones(20), wire, segments)
     assert torch.equal(wire[4:8].view(torch.int32), torch.tensor([codec.tag(0)], dtype=torch.int32))
@@ -324,8 +325,8 @@ def test_rows_of_a_tensor_that_lie_apart_are_encoded_one_by_one():
     """By codecs without kernels for segments, which take neighbouring rows at once."""
     codec, x = TopK(0.5), torch.arange(1.0, 17.0)
     for starts in ((0, 4), (0, 8), (8, 0)):
-        plans, wires = (codec.plan(4),) * 2, (0, codec.nbytes(4))
-        segments = Segments(plans, starts, wires, (0, 4), (7, 7), (0, 1))
+        layouts, wires = (codec.layout(4),) * 2, (0, codec.nbytes(4))
+        segments = Segments(layouts, starts, wires, (0, 4), (7, 7), (0, 1))
         wire = buffer(2 * codec.nbytes(4))
         codec.encode_segments(x, wire, segments)
         assert torch.equal(wire, torch.cat([codec.encode(x[at : at + 4]) for at in starts]))
@@ -339,7 +340,7 @@ def test_keys_are_those_of_streams():
 @pytest.mark.parametrize("codec", [Block("int8", 256), Block("int4", 64, "stochastic")], ids=str)
 def test_threads_share_spans(codec, monkeypatch):
     p = codec._params
-    segments = segments_of([codec._plan(numel) for numel in (*NUMELS, 30000)])
+    segments = segments_of([codec.layout(numel) for numel in (*NUMELS, 30000)])
     numel, nbytes = sizes(segments)
     x, one, many = numbers(numel), buffer(nbytes), buffer(nbytes)
     draw = DRAW if codec.needs_rng else None
@@ -350,7 +351,7 @@ def test_threads_share_spans(codec, monkeypatch):
 
 
 def test_packed_segments_keep_their_wires():
-    segments = segments_of([OneBit()._plan(numel) for numel in NUMELS])
+    segments = segments_of([OneBit().layout(numel) for numel in NUMELS])
     packed = segments.packed
     assert (packed.wires, packed.held) == (segments.wires, segments.held)
     assert packed.starts == (0, *itertools.accumulate(NUMELS[:-1]))

@@ -56,16 +56,16 @@ SIZES = {
 def test_groups_begin_at_layers_with_products():
     net = Net().train()
     mean = net.features[1].running_mean.clone()
-    found = groups(net, EXAMPLE)
-    assert {each.name: each.size for each in found} == SIZES
-    assert {each.name: [member.name for member in each.members] for each in found} == {
+    parts = groups(net, EXAMPLE)
+    assert {each.name: each.size for each in parts} == SIZES
+    assert {each.name: [member.name for member in each.members] for each in parts} == {
         "": ["stem"],
         "features.0": ["features.0", "features.1", "features.2"],
         "features.3": ["features.3", "features.4", "flat"],
         "fc": ["fc"],
         "mix": ["mix"],
     }
-    assert found[1].members[2].size == found[2].members[2].size == 0  # in place, and a view
+    assert parts[1].members[2].size == parts[2].members[2].size == 0  # in place, and a view
     assert net.training
     assert net.features[1].training
     assert torch.equal(net.features[1].running_mean, mean)
@@ -85,9 +85,9 @@ def test_the_largest_groups_are_demoted_first():
         before, held = held, held + SIZES[name]
         assert set(demoted(held / total)) == set(demoted((before + 1) / total)) == set(order[: i + 1])
     assert set(demoted(1)) == set(order)
-    found = demote(Net(), EXAMPLE, 0.1)
-    assert found["features.1"] == found["features.2"] == LOW
-    assert found["features.4"] == found["stem"] == HIGH
+    assigned = demote(Net(), EXAMPLE, 0.1)
+    assert assigned["features.1"] == assigned["features.2"] == LOW
+    assert assigned["features.4"] == assigned["stem"] == HIGH
 
 
 def test_demotion_says_what_is_wrong():
@@ -102,8 +102,8 @@ def test_mean_bits():
     assert bits(net, {}, EXAMPLE) == 16
     assert bits(net, demote(net, EXAMPLE, 0, low, high), EXAMPLE) == 16
     part = SIZES["features.0"] / sum(SIZES.values())
-    found = bits(net, demote(net, EXAMPLE, 0.1, low, high), EXAMPLE)
-    assert math.isclose(found, 16 - 8 * part)
+    mean = bits(net, demote(net, EXAMPLE, 0.1, low, high), EXAMPLE)
+    assert math.isclose(mean, 16 - 8 * part)
     # of a layer in LOW, outputs, errors and parameters have 8 bits, gradients of parameters 16
     layer = nn.Sequential(nn.Linear(3, 5))
     assert bits(layer, {"0": LOW}, torch.zeros(2, 3)) == (10 * 16 + 20 * 24) / 60
@@ -177,16 +177,16 @@ def test_a_promoted_layer_overflows_no_more():
     for expected in (["fc"], []):
         Quantizer(assignment["fc"].forward, name="fc", counters=counters)(x)
         counters.note("fc/output", assignment["fc"].forward.format, x, assignment["fc"].forward.round(x))
-        found = Promotion().look(counters)
-        assert found == expected
-        assignment = promote(assignment, found)
+        promoted = Promotion().look(counters)
+        assert promoted == expected
+        assignment = promote(assignment, promoted)
         counters.clear()
 
 
 def test_an_assignment_is_a_recipe():
-    found = recipe({"fc": LOW, "features.0": HIGH}, name="mine")
-    assert (found.name, found.stages) == ("mine", HIGH)
-    assert [(rule.name, rule.stages) for rule in found.rules] == [("fc", LOW), ("features.0", HIGH)]
+    made = recipe({"fc": LOW, "features.0": HIGH}, name="mine")
+    assert (made.name, made.stages) == ("mine", HIGH)
+    assert [(rule.name, rule.stages) for rule in made.rules] == [("fc", LOW), ("features.0", HIGH)]
 
 
 def test_a_layer_may_be_the_whole_model_and_a_module_may_be_there_twice():
@@ -205,9 +205,9 @@ def test_training_from_low_to_high():
     with torch.no_grad():
         net.fc.weight[0] = 50.0
     net(x).sum().backward()
-    found = promotion.look(counters)
-    assert found == ["fc", "mix"]  # what fc puts out is what attention takes in
-    convert(net, recipe(promote(assignment, found)), tell=None)
+    promoted = promotion.look(counters)
+    assert promoted == ["fc", "mix"]  # what fc puts out is what attention takes in
+    convert(net, recipe(promote(assignment, promoted)), tell=None)
     counters.clear()
     net(x)
     assert promotion.look(counters) == []
@@ -223,11 +223,11 @@ def test_muppet_rounds_operands_alone():
 
 
 def test_thresholds_are_those_of_muppet():
-    found = [PrecisionLadder().threshold(epoch) for epoch in (0, 10, 20, 30)]
-    assert found == [1 + 1.5 * math.exp(-x) for x in (0, 1, 2, 3)]
-    assert [round(each, 2) for each in found] == [2.5, 1.55, 1.2, 1.07]
+    thresholds = [PrecisionLadder().threshold(epoch) for epoch in (0, 10, 20, 30)]
+    assert thresholds == [1 + 1.5 * math.exp(-x) for x in (0, 1, 2, 3)]
+    assert [round(each, 2) for each in thresholds] == [2.5, 1.55, 1.2, 1.07]
     ladder = CodecLadder(("int8", "fp32"))
-    assert found == [ladder.threshold(epoch) for epoch in (0, 10, 20, 30)]
+    assert thresholds == [ladder.threshold(epoch) for epoch in (0, 10, 20, 30)]
 
 
 def test_diversity_of_equal_and_of_orthogonal_gradients():
@@ -356,8 +356,8 @@ class Compiled(nn.Module):
 
 def test_compiled_models_have_the_names_of_plain_ones():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    found = demote(Compiled(model), torch.zeros(1, 4), 0.5)
-    assert found == demote(model, torch.zeros(1, 4), 0.5) == {"0": LOW, "1": HIGH}
+    assigned = demote(Compiled(model), torch.zeros(1, 4), 0.5)
+    assert assigned == demote(model, torch.zeros(1, 4), 0.5) == {"0": LOW, "1": HIGH}
 
 
 class Tagged(nn.Module):

@@ -126,8 +126,8 @@ def error_windows(e, shape, kernel, stride, padding, dilation, groups):
             continue
         row, column = (place[n] // steps[n] for n in (0, 1))
         if 0 <= row < heights and 0 <= column < widths:
-            found = e[:, :, row, column].view(batch, groups, -1).transpose(0, 1)
-            rows[:, :, at[0], at[1], :, u, v] = found
+            windows = e[:, :, row, column].view(batch, groups, -1).transpose(0, 1)
+            rows[:, :, at[0], at[1], :, u, v] = windows
     return rows.flatten(4).flatten(1, 3)
 
 
@@ -303,7 +303,7 @@ def test_multihead_attention_is_torchs_without_rounding(mask, options):
     ours = layers.simulated(copy.deepcopy(theirs), Stages())
     first = options.get("batch_first", False)
     same_inputs = "kdim" not in options
-    found = []
+    results = []
     for layer in (ours, theirs):
         shapes = [(2, 5, width) if first else (5, 2, width) for width in (8, theirs.kdim, theirs.vdim)]
         inputs = [randn(*shape, seed=n, grad=True) for n, shape in enumerate(shapes)]
@@ -311,8 +311,8 @@ def test_multihead_attention_is_torchs_without_rounding(mask, options):
         y, weights = layer(q, k, v, average_attn_weights=first, **mask)
         y.backward(randn(*y.shape, seed=9))
         used = [x.grad for x in inputs if x.grad is not None]
-        found.append([y, weights, *used, *(each.grad for each in layer.parameters())])
-    for one, two in zip(*found, strict=True):
+        results.append([y, weights, *used, *(each.grad for each in layer.parameters())])
+    for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
 
 
@@ -423,11 +423,11 @@ def test_counters_hear_of_every_rounding():
     fc = layers.simulated(nn.Linear(4, 3), stages, name="fc", counters=counters)
     x = torch.tensor([[1e9, 1e-9, 1.0, 0.0]], requires_grad=True)
     fc(x).backward(torch.tensor([[7.0, 0.1, 0.0]]))
-    found = counters.read()
+    counts = counters.read()
     named = ("input", "weight", "bias", "output", "error", "error_weight", "input_error")
-    assert set(found) == {f"fc/{what}" for what in named}
-    assert found["fc/input"] == {"numbers": 4, "overflow": 1, "saturation": 0, "underflow": 1}
-    assert found["fc/error"] == {"numbers": 3, "overflow": 0, "saturation": 0, "underflow": 1}
+    assert set(counts) == {f"fc/{what}" for what in named}
+    assert counts["fc/input"] == {"numbers": 4, "overflow": 1, "saturation": 0, "underflow": 1}
+    assert counts["fc/error"] == {"numbers": 3, "overflow": 0, "saturation": 0, "underflow": 1}
 
 
 def test_nothing_is_computed_that_nobody_wants():
@@ -557,11 +557,11 @@ def test_errors_stop_where_results_were_cut_off_if_asked(kind, how):
     cut = (y >= 3.96875) | (y <= -4)
     assert 0 < cut.sum() < cut.numel()
     y.backward(dy)
-    found = [x.grad, layer.weight.grad, layer.bias.grad]
+    gradients = [x.grad, layer.weight.grad, layer.bias.grad]
     x.grad = layer.weight.grad = layer.bias.grad = None
     layer.stages = replace(stages, clipped=False)
     layer(x).backward(torch.where(cut, 0.0, dy))
-    for one, other in zip(found, [x.grad, layer.weight.grad, layer.bias.grad], strict=True):
+    for one, other in zip(gradients, [x.grad, layer.weight.grad, layer.bias.grad], strict=True):
         assert torch.equal(one, other)
 
 
@@ -640,10 +640,10 @@ def test_a_bias_in_an_exact_sum_is_rounded_with_it(spec, groups):
     exact = plain.conv2d(*wide, padding=1, groups=groups) if groups else plain.linear(*wide)
     wanted = kept(formats.get("e4m3").round(exact.float()))  # small numbers: float32 holds the sums
     assert torch.equal(exact.float().double(), exact)
-    found = simulate.convert(layer, stages, tell=None)(x)
-    assert torch.equal(found, wanted)
+    result = simulate.convert(layer, stages, tell=None)(x)
+    assert torch.equal(result, wanted)
     twice = simulate.convert(layer, replace(stages, fused=False), tell=None)(x)
-    assert not torch.equal(found, twice)
+    assert not torch.equal(result, twice)
 
 
 def test_only_exact_sums_take_a_bias_in():

@@ -191,14 +191,14 @@ def test_cancelled_updates_are_those_that_change_nothing():
 
 
 def test_cancelled_updates_are_counted_alike_on_devices(monkeypatch):
-    found = []
+    counts = []
     for _ in range(2):
         counters = Counters()
         run(lambda p, counters=counters: SGD(p, 1e-3, counters=counters), steps=3)
-        found.append(counters.read())
+        counts.append(counters.read())
         monkeypatch.setattr("thinwire.simulate.counters._array", lambda x: x)  # as on a GPU
-    assert found[0] == found[1]
-    assert found[0]["0/update"]["cancelled"] > 0
+    assert counts[0] == counts[1]
+    assert counts[0]["0/update"]["cancelled"] > 0
 
 
 def test_no_update_is_cancelled_at_a_rate_of_zero():
@@ -219,14 +219,14 @@ def test_history_tells_steps_and_names_apart():
             x = torch.tensor(numbers)
             counters.note(name, e4m3, x, e4m3.round(x))
         counters.step()
-    found = {(row["step"], row["name"]): row for row in counters.rows()}
-    assert set(found) == {(step, name) for step, names in batches.items() for name in names}
-    assert (found[0, "a"]["numbers"], found[0, "a"]["overflow"], found[0, "a"]["underflow"]) == (2, 1, 0)
-    assert (found[0, "b"]["overflow"], found[0, "b"]["underflow"]) == (0, 1)
-    assert (found[1, "a"]["numbers"], found[1, "a"]["overflow"]) == (1, 0)
-    assert (found[2, "b"]["overflow"], found[2, "b"]["underflow"]) == (1, 0)
-    assert all(found[2, f"c{i}"]["overflow"] == 1 for i in range(80))
-    assert found[0, "a"]["cancelled"] is None
+    rows = {(row["step"], row["name"]): row for row in counters.rows()}
+    assert set(rows) == {(step, name) for step, names in batches.items() for name in names}
+    assert (rows[0, "a"]["numbers"], rows[0, "a"]["overflow"], rows[0, "a"]["underflow"]) == (2, 1, 0)
+    assert (rows[0, "b"]["overflow"], rows[0, "b"]["underflow"]) == (0, 1)
+    assert (rows[1, "a"]["numbers"], rows[1, "a"]["overflow"]) == (1, 0)
+    assert (rows[2, "b"]["overflow"], rows[2, "b"]["underflow"]) == (1, 0)
+    assert all(rows[2, f"c{i}"]["overflow"] == 1 for i in range(80))
+    assert rows[0, "a"]["cancelled"] is None
     assert counters.read()["a"] == {"numbers": 3, "overflow": 1, "saturation": 0, "underflow": 0}
     assert [row["numbers"] for row in counters.table()][:2] == [3, 2]
     with pytest.raises(InputError, match="history=True"):
@@ -463,7 +463,7 @@ def test_checkpoints_without_the_newer_options_are_loaded():
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_is_not_the_gradient_that_it_began_with(nesterov):
     """Gradients are set to zero in place, and added to."""
-    found = []
+    weights = []
     for kind, more in ((SGD, {"keep": None}), (torch.optim.SGD, {})):
         weight = nn.Parameter(some(7))
         optimizer = kind([weight], 0.1, 0.9, nesterov=nesterov, **more)
@@ -471,8 +471,8 @@ def test_momentum_is_not_the_gradient_that_it_began_with(nesterov):
             (weight * some(7, seed=step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        found.append(weight)
-    assert torch.equal(*found)
+        weights.append(weight)
+    assert torch.equal(*weights)
 
 
 def test_numbers_of_an_optimizer_stay_where_they_are():
@@ -509,8 +509,8 @@ def test_tables_of_other_numbers_have_other_names():
 
 
 def test_a_copy_of_an_optimizer_counts_too():
-    found = copy.deepcopy(SGD([nn.Parameter(torch.ones(2))], 1e-6, keep="e4m3", counters=Counters()))
-    (parameter,) = found.param_groups[0]["params"]
+    duplicate = copy.deepcopy(SGD([nn.Parameter(torch.ones(2))], 1e-6, keep="e4m3", counters=Counters()))
+    (parameter,) = duplicate.param_groups[0]["params"]
     parameter.grad = torch.ones(2)
-    found.step()
-    assert found.counters.read()["0/update"]["cancelled"] == 2
+    duplicate.step()
+    assert duplicate.counters.read()["0/update"]["cancelled"] == 2

@@ -176,24 +176,25 @@ def test_threads_do_not_change_the_choice():
     x = data("laplace", 1 << 21)
     k = part(0.01, x.numel())
     before = torch.get_num_threads()
-    found = []
+    choices = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             row = x.view(1, -1)
-            found.append((select.largest(row, k), select.bisected(row, k, 30), *select.reaching(row, 4.0, k)))
+            reaching = select.reaching(row, 4.0, k)
+            choices.append((select.largest(row, k), select.bisected(row, k, 30), *reaching))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert found[0][0][0].tolist() == sorted_choice(x, k).tolist()
+    assert all(torch.equal(one, other) for one, other in zip(*choices, strict=True))
+    assert choices[0][0][0].tolist() == sorted_choice(x, k).tolist()
 
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01])
 def test_mstopk_keeps_the_energy_of_exact_topk(density):
     x = data("laplace", 1_000_000)
-    exact, found = (round_trip(codec, x).norm() for codec in (TopK(density), MSTopK(density)))
-    assert found**2 > 0.999 * exact**2
-    assert found <= exact
+    exact, approximate = (round_trip(codec, x).norm() for codec in (TopK(density), MSTopK(density)))
+    assert approximate**2 > 0.999 * exact**2
+    assert approximate <= exact
 
 
 # What arrives

@@ -337,13 +337,13 @@ def test_a_formats_name_alone_is_one_scale_for_the_vector(name):
     if name not in ("sign", "nuqsgd4"):  # as specs, codecs of their own
         assert codec == codecs.get(f"{name}/tensor")
         assert name in spec.BLOCKS or codec == codecs.get(name)
-    found, small = (codec.decode(codec.encode(x * unit), 300) / unit for unit in (1.0, 2.0**-20))
-    assert torch.equal(found, small)
+    large, small = (codec.decode(codec.encode(x * unit), 300) / unit for unit in (1.0, 2.0**-20))
+    assert torch.equal(large, small)
     largest = x.abs().max()
     gap = torch.diff(FORMATS[name].values().double()).max() / FORMATS[name].max
     if not name.startswith("posit"):  # which taper off towards the ends
-        assert ((found - x).abs().double() <= gap * largest).all()
-    assert found.abs().max() <= largest * 1.01
+        assert ((large - x).abs().double() <= gap * largest).all()
+    assert large.abs().max() <= largest * 1.01
 
 
 def test_posits_are_scaled_to_where_they_are_finest():

@@ -48,7 +48,7 @@ def gauss(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Wires:
+class TwoRanks:
     """The handles of two ranks, without their process group: what the hook would do to them."""
 
     def __init__(self, rules=POLICY, autos=(None, None)):
@@ -128,7 +128,7 @@ def a_ladder():
 
     def step(seed):
         ladder_state.see("w", gauss(20, seed=seed))
-        ladder_state.end_look(lambda found: found)
+        ladder_state.end_look(lambda value: value)
 
     return ladder_state, step
 
@@ -159,8 +159,8 @@ def a_scale():
 
 
 def a_handle():
-    wires = Wires()
-    return wires.run(1), wires.step
+    pair = TwoRanks()
+    return pair.run(1), pair.step
 
 
 MAKERS = {
@@ -193,14 +193,14 @@ def same(one, other):
 
 
 def test_everything_with_a_state_is_tried_here():
-    found = {
+    with_state = {
         each.name
         for path in SOURCES.rglob("*.py")
         for each in ast.walk(ast.parse(path.read_text()))
         if isinstance(each, ast.ClassDef)
         and any(isinstance(part, ast.FunctionDef) and part.name == "state_dict" for part in each.body)
     }
-    assert found == MAKERS.keys()
+    assert with_state == MAKERS.keys()
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ HARMLESS = [
     (("step",), LATER),
     (("epoch",), LATER),
     (("stale", "*"), (*BAD, "half")),  # of 16 bits
-    (("pending", "*"), ("drop",)),  # nothing is owed
+    (("pending", "*"), ("drop",)),  # nothing is pending
     *((("ladder", name), LATER) for name in COUNTS),
     (("ladder", "level"), ("more",)),
     (("ladder", "sums", "*"), BAD),
@@ -351,7 +351,7 @@ TABLE = [
     *((("auto", "candidates", "*", name), ("less", *LATER, "type")) for name in
       ("predicted_step_s", "sent_nbytes", "error", "wall_s", "cpu_s")),
     *((("auto", "candidates", "*", name), ("drop",)) for name in ("wall_s", "cpu_s")),
-    (("routes", "*"), ("drop",)),  # int8 owes nothing
+    (("routes", "*"), ("drop",)),  # int8 has no residuals
 ]  # fmt: skip
 
 
@@ -359,15 +359,17 @@ def fits(pattern, path):
     return len(pattern) == len(path) and all(a in ("*", b) for a, b in zip(pattern, path, strict=True))
 
 
-def harmless(path, how, piloted):
-    if not piloted and path[:1] == ("auto",) and len(path) > 1:
+def harmless(path, how, with_auto):
+    if not with_auto and path[:1] == ("auto",) and len(path) > 1:
         return True  # it is not read
-    return any(fits(pattern, path) and how in ways for pattern, ways in HARMLESS + (TABLE if piloted else []))
+    return any(
+        fits(pattern, path) and how in ways for pattern, ways in HARMLESS + (TABLE if with_auto else [])
+    )
 
 
 def seen(handle):
     """All of a handle that a load may change."""
-    pilot = None if handle.auto is None else (handle.auto.settled, handle.auto.chosen, handle.auto.describe())
+    auto = None if handle.auto is None else (handle.auto.settled, handle.auto.chosen, handle.auto.describe())
     handles = [
         id(handle.channels),
         *map(id, handle.channels.values()),
@@ -377,95 +379,95 @@ def seen(handle):
     return {
         "state": handle.state_dict(),
         "policy": handle.policy.to_toml(),
-        "pilot": pilot,
+        "auto": auto,
         "handles": handles,
     }
 
 
-def a_drivered(step=True):
-    wires = Wires(
+def a_handle_with_auto(step=True):
+    pair = TwoRanks(
         policy.get("int8" if step else "fp32"),
         [AutoDriver(settled() if step else Choice()) for _ in range(2)],
     )
-    return wires.run() if step else wires.ranks[0]
+    return pair.run() if step else pair.ranks[0]
 
 
 @pytest.mark.parametrize("seed", range(240))
 def test_a_damaged_state_is_refused_and_changes_nothing(seed):
-    draw, piloted = random.Random(seed), seed % 4 == 3
-    state = copy.deepcopy((PILOTED if piloted else MIXED)())
+    draw, with_auto = random.Random(seed), seed % 4 == 3
+    state = copy.deepcopy((WITH_AUTO if with_auto else MIXED)())
     path, how = damage(state, draw)
-    handle = a_drivered(step=False) if piloted else Wires().run(1)
+    handle = a_handle_with_auto(step=False) if with_auto else TwoRanks().run(1)
     before = seen(handle)
     try:
         handle.load_state_dict(state)
     except ThinwireError:
         assert same(seen(handle), before), f"{path}, {how}: refused, but changed"
         return
-    assert harmless(path, how, piloted), f"{path}, {how}: accepted"
+    assert harmless(path, how, with_auto), f"{path}, {how}: accepted"
     handle.state_dict()
 
 
 def remembered(make):
     held = []
 
-    def found():
+    def state():
         if not held:
             held.append(make().state_dict())
         return held[0]
 
-    return found
+    return state
 
 
-MIXED, PILOTED = remembered(lambda: Wires().run()), remembered(a_drivered)
+MIXED, WITH_AUTO = remembered(lambda: TwoRanks().run()), remembered(a_handle_with_auto)
 
 
-@pytest.mark.parametrize("found", [MIXED, PILOTED], ids=["mixed", "piloted"])
-def test_a_state_that_is_whole_is_taken(found):
-    handle = a_drivered(step=False) if found is PILOTED else Wires().run(1)
-    handle.load_state_dict(found())
-    assert same({**handle.state_dict(), "auto": {}}, {**found(), "auto": {}})
-    assert handle.policy == (policy.get("int8") if found is PILOTED else POLICY)
+@pytest.mark.parametrize("state", [MIXED, WITH_AUTO], ids=["mixed", "with_auto"])
+def test_a_state_that_is_whole_is_taken(state):
+    handle = a_handle_with_auto(step=False) if state is WITH_AUTO else TwoRanks().run(1)
+    handle.load_state_dict(state())
+    assert same({**handle.state_dict(), "auto": {}}, {**state(), "auto": {}})
+    assert handle.policy == (policy.get("int8") if state is WITH_AUTO else POLICY)
 
 
 def test_a_state_that_lacks_something_is_refused():
-    """What was owed would be lost without a word."""
+    """Residuals would be lost without a word."""
     for key, said in (("channels", "is missing"), ("stale", "must name the same tensors")):
-        owing = [
+        with_residuals = [
             name for name, held in MIXED()["channels"].items() if held["residuals"] and name != "fp32+ef"
         ]
-        assert owing
-        for name in owing if key == "channels" else MIXED()[key]:
+        assert with_residuals
+        for name in with_residuals if key == "channels" else MIXED()[key]:
             state = copy.deepcopy(MIXED())
             del state[key][name]
             with pytest.raises(InputError, match=said):
-                Wires().run(1).load_state_dict(state)
+                TwoRanks().run(1).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (5, 3)])
 def test_a_state_of_no_rank_is_refused(rank, world):
     with pytest.raises(InputError, match=f"there is no rank {rank} among {world} ranks"):
-        Wires().run(1).load_state_dict({**MIXED(), "rank": rank, "world": world})
+        TwoRanks().run(1).load_state_dict({**MIXED(), "rank": rank, "world": world})
 
 
 def test_residuals_of_a_rank_are_not_for_any_number_of_ranks():
     with pytest.raises(InputError, match="for any number of ranks, but has residuals of one rank"):
-        Wires().run(1).load_state_dict({**MIXED(), "rank": -1, "world": 0})
+        TwoRanks().run(1).load_state_dict({**MIXED(), "rank": -1, "world": 0})
 
 
 def test_what_is_not_a_number_is_no_time():
-    state = copy.deepcopy(PILOTED())
+    state = copy.deepcopy(WITH_AUTO())
     state["auto"]["fp32_step_s"] = torch.ones(3)
     with pytest.raises(InputError, match="does not say how long steps took"):
-        a_drivered(step=False).load_state_dict(state)
+        a_handle_with_auto(step=False).load_state_dict(state)
 
 
 def test_what_is_no_checkpoint_is_refused_in_words(tmp_path):
     with pytest.raises(InputError, match="is no checkpoint of torch"):
-        integrations.load_sharded(Wires().run(1), tmp_path / "nowhere")
+        integrations.load_sharded(TwoRanks().run(1), tmp_path / "nowhere")
     (tmp_path / ".metadata").write_bytes(b"x")
     with pytest.raises(InputError, match="is no checkpoint of torch"):
-        integrations.load_sharded(Wires().run(1), tmp_path)
+        integrations.load_sharded(TwoRanks().run(1), tmp_path)
     for states, shapes in ((None, {}), (3, {}), ([MIXED()], None)):
         with pytest.raises(InputError, match="reshard takes a list of all ranks' states"):
             integrations.reshard(states, shapes)
@@ -473,7 +475,7 @@ def test_what_is_no_checkpoint_is_refused_in_words(tmp_path):
 
 def test_stale_gradients_need_double_buffering():
     """A handle without it would neither use nor drop them."""
-    handle, other = Wires().run(), Wires().run(1)
+    handle, other = TwoRanks().run(), TwoRanks().run(1)
     other.double_buffer = False
     before, state = seen(other), handle.state_dict()
     with pytest.raises(InputError, match=r"attach with double_buffer=True, or drop them: state\['stale'\]"):

@@ -25,9 +25,9 @@ def test_quantiles_agree_with_scipy(confidence):
 def test_interval_agrees_with_scipy():
     stats = pytest.importorskip("scipy.stats")
     values = [0.91, 0.93, 0.90, 0.95, 0.92]
-    found = estimate(values)
-    low, high = stats.t.interval(0.95, len(values) - 1, found.mean, stats.sem(values))
-    assert found.interval == pytest.approx((low, high))
+    result = estimate(values)
+    low, high = stats.t.interval(0.95, len(values) - 1, result.mean, stats.sem(values))
+    assert result.interval == pytest.approx((low, high))
 
 
 def test_one_value_has_no_spread_and_none_no_mean():
@@ -42,24 +42,24 @@ def test_equal_values_have_no_width():
 
 def test_values_that_are_not_finite_have_no_interval():
     for bad in (math.nan, math.inf):
-        found = estimate([1.0, bad, 2.0])
-        assert math.isnan(found.mean)
-        assert found.margin is None
+        result = estimate([1.0, bad, 2.0])
+        assert math.isnan(result.mean)
+        assert result.margin is None
 
 
 def test_differences_are_taken_over_equal_seeds_only():
-    found = differences({0: 1.0, 1: 2.0, 2: 9.0}, {1: 1.5, 0: 0.7, 5: 100.0})
-    assert (found.count, found.mean) == (2, pytest.approx(0.4))
-    assert found.deviation == pytest.approx(math.sqrt(0.02))
+    result = differences({0: 1.0, 1: 2.0, 2: 9.0}, {1: 1.5, 0: 0.7, 5: 100.0})
+    assert (result.count, result.mean) == (2, pytest.approx(0.4))
+    assert result.deviation == pytest.approx(math.sqrt(0.02))
     assert differences({0: 1.0}, {1: 1.0}) is None
     assert differences({}, {}) is None
 
 
 def test_differences_are_as_sure_as_asked():
     values, base = {0: 1.0, 1: 2.0, 2: 4.0}, {0: 0.5, 1: 0.7, 2: 0.1}
-    found = differences(values, base, confidence=0.5)
-    assert found == estimate([values[seed] - base[seed] for seed in values], confidence=0.5)
-    assert found.margin < differences(values, base).margin
+    result = differences(values, base, confidence=0.5)
+    assert result == estimate([values[seed] - base[seed] for seed in values], confidence=0.5)
+    assert result.margin < differences(values, base).margin
 
 
 def test_pairing_takes_out_what_the_seed_does():

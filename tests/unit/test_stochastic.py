@@ -26,9 +26,9 @@ def test_mean_of_roundings_is_the_number(name):
         stream = Stream(seed=11, tensor=name, step=place)
         mean = format.round(x.expand(SAMPLES), "stochastic", stream).double().mean()
         exact = (x.double() - low) / (high - low)
-        found = (mean - low) / (high - low)
+        actual = (mean - low) / (high - low)
         error = (exact * (1 - exact) / SAMPLES).sqrt()
-        assert abs(found - exact) <= 5 * error + 2.0**-22, (float(low), float(high))
+        assert abs(actual - exact) <= 5 * error + 2.0**-22, (float(low), float(high))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,22 +51,22 @@ def test_numbers_far_below_the_smallest_have_their_chance(name):
 def test_posits_become_zero_at_random_only_if_they_may_become_zero_at_all(name, sign):
     format = get(name)
     x = torch.full((1000,), sign * format.min_subnormal / 3)
-    found = format.round(x, "stochastic", Stream(5))
-    assert bool((found == 0).any()) == format.underflow
-    assert set((found * sign).tolist()) <= {0.0, format.min_subnormal}
+    rounded = format.round(x, "stochastic", Stream(5))
+    assert bool((rounded == 0).any()) == format.underflow
+    assert set((rounded * sign).tolist()) <= {0.0, format.min_subnormal}
 
 
 def test_a_stream_set_apart_keeps_its_step_and_its_rank():
-    found = Stream(3, step=7, tensor="a", rank=2).apart()
-    assert (found.step, found.tensor, found.rank) == (7, 0, 2)
+    stream = Stream(3, step=7, tensor="a", rank=2).apart()
+    assert (stream.step, stream.tensor, stream.rank) == (7, 0, 2)
     assert len({Stream(3, tensor=tensor).apart().seed for tensor in (0, 1, "a", "b")}) == 4
     assert len({Stream(seed, tensor="a").apart().seed for seed in (0, 3, 3 << 32)}) == 3
 
 
 def test_steps_of_a_named_stream_round_differently():
-    found = []
+    roundings = []
     for step in (1, 2):
         ranks = [torch.linspace(0.0, 1.0, 1000) for _ in range(2)]
         local.all_reduce(ranks, "qsgd4/512", rng=Stream(3, step=step, tensor="mine"))
-        found.append(ranks[0])
-    assert not torch.equal(*found)
+        roundings.append(ranks[0])
+    assert not torch.equal(*roundings)

@@ -74,13 +74,13 @@ def test_a_trial_is_kept_once(path):
 
 
 def test_the_order_does_not_depend_on_who_came_first(tmp_path):
-    found = []
+    orders = []
     for name, put in (("a", records()), ("b", records()[::-1])):
         with Store(tmp_path / name) as store:
             for each in put:
                 store.put(each)
-            found.append(store.records())
-    assert found[0] == found[1]
+            orders.append(store.records())
+    assert orders[0] == orders[1]
 
 
 def test_studies_are_told_apart(path):
@@ -97,9 +97,9 @@ def test_a_loss_that_is_not_a_number_is_kept(path):
     points = (Point(1, 0.1, 10, float("nan")), Point(2, 0.2, 20, float("inf")))
     with Store(path) as store:
         store.put(replace(record(), points=points))
-        found = store.get(trial()).points
-    assert found[0].loss != found[0].loss
-    assert found[1].loss == float("inf")
+        kept = store.get(trial()).points
+    assert kept[0].loss != kept[0].loss
+    assert kept[1].loss == float("inf")
 
 
 def test_the_default_is_a_file_in_this_folder(tmp_path, monkeypatch):
@@ -222,9 +222,9 @@ def test_a_killed_writer_loses_nothing_that_was_put(path):
         writer.send_signal(signal.SIGKILL)
         writer.communicate(timeout=60)
         with Store(path) as store:
-            found = {each.trial.seed: each for each in store.records()}
-        assert set(range(last + 1)) <= found.keys()
-        assert all(each == record("int8", seed) for seed, each in found.items())
+            by_seed = {each.trial.seed: each for each in store.records()}
+        assert set(range(last + 1)) <= by_seed.keys()
+        assert all(each == record("int8", seed) for seed, each in by_seed.items())
 
 
 def test_writers_at_the_same_time_do_not_disturb_each_other(path):

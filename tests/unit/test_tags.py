@@ -14,8 +14,8 @@ DIGEST = 0x1234
 
 def test_pieces_exchanges_and_calls_have_tags_of_their_own():
     numbers, pieces, exchanges = range(16), range(128), range(32)
-    found = {tag(DIGEST, *each) for each in itertools.product(numbers, pieces, exchanges)}
-    assert len(found) == 16 * 128 * 32
+    tags = {tag(DIGEST, *each) for each in itertools.product(numbers, pieces, exchanges)}
+    assert len(tags) == 16 * 128 * 32
 
 
 def test_a_tag_is_a_positive_int_of_32_bits_and_not_a_users():

@@ -67,12 +67,12 @@ def test_a_run_that_breaks_off_says_so():
 
 
 def test_without_scaling_a_narrow_format_loses_what_scaling_keeps():
-    found = {}
-    for wire in ("e3m2~offset0", "aps/e3m2"):
+    losses = {}
+    for codec in ("e3m2~offset0", "aps/e3m2"):
         model = net()
         how = {"schedule": "accumulate/sequential", "nodes": 8, "steps": 40, "batch": 4}
-        found[wire] = simulate.train(model, points(), codec=wire, loss_scale=1 / 64, **how).accuracy
-    assert found["aps/e3m2"] > found["e3m2~offset0"] + 0.1
+        losses[codec] = simulate.train(model, points(), codec=codec, loss_scale=1 / 64, **how).accuracy
+    assert losses["aps/e3m2"] > losses["e3m2~offset0"] + 0.1
 
 
 # Pure 8-bit mode
@@ -87,11 +87,11 @@ def test_pure_gradients_are_what_a_codec_lets_through(codec):
     loss.backward()
     before = [each.grad.clone() for each in model.parameters()]
     pure_mode.gradients_(model.parameters(), codec, seed=3, step=4)
-    found = codecs.get(codec)
+    parsed = codecs.get(codec)
     for place, (sent, parameter) in enumerate(zip(before, model.parameters(), strict=True)):
-        rng = Stream(3, step=4, tensor=f"gradient/{place}") if found.needs_rng else None
-        wire = found.encode(sent.reshape(-1), rng)
-        assert torch.equal(parameter.grad, found.decode(wire, sent.numel()).view(sent.shape))
+        rng = Stream(3, step=4, tensor=f"gradient/{place}") if parsed.needs_rng else None
+        wire = parsed.encode(sent.reshape(-1), rng)
+        assert torch.equal(parameter.grad, parsed.decode(wire, sent.numel()).view(sent.shape))
 
 
 def test_pure_activations_pass_between_layers_both_ways():
@@ -100,7 +100,7 @@ def test_pure_activations_pass_between_layers_both_ways():
     assert pipe.layers == ["2", "4"]
     loss = nn.functional.cross_entropy(model(data[0]), data[1])
     loss.backward()
-    found = [each.grad.clone() for each in model.parameters()]
+    gradients = [each.grad.clone() for each in model.parameters()]
     pipe.remove()
     sent = codecs.get("tree8")
 
@@ -118,11 +118,11 @@ def test_pure_activations_pass_between_layers_both_ways():
         ed = trip(e @ three.weight) * (c > 0)
         ea = trip(ed @ two.weight) * (a > 0)
         expected = (ea.t() @ data[0], ea.sum(0), ed.t() @ b, ed.sum(0), e.t() @ d, e.sum(0))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
     model.zero_grad()
     nn.functional.cross_entropy(model(data[0]), data[1]).backward()
-    assert not torch.equal(model[0].weight.grad, found[0])
+    assert not torch.equal(model[0].weight.grad, gradients[0])
 
 
 @pytest.mark.parametrize("pure", ["gradients", "activations"])
@@ -219,7 +219,7 @@ def test_given_tests_and_scales_are_used():
 
 
 def test_a_seed_decides_everything_and_leaves_torch_alone():
-    found = []
+    losses = []
     for mess in (1, 2):
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
         torch.manual_seed(0)
@@ -229,8 +229,8 @@ def test_a_seed_decides_everything_and_leaves_torch_alone():
         state = torch.get_rng_state()
         simulate.train(model, points(), steps=5, batch=16, seed=9)
         assert torch.equal(torch.get_rng_state(), state)
-        found.append([each.detach().clone() for each in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        losses.append([each.detach().clone() for each in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
 def test_an_optimizer_keeps_its_own_rate():
@@ -327,7 +327,7 @@ def test_arguments_that_would_be_lost_or_cannot_be_are_refused():
 
 def test_what_is_sent_can_be_differentiated_twice():
     """A gradient penalty, whose numbers the codec holds."""
-    found = []
+    gradients = []
     for codec in (None, "fp16"):
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
         nn.init.constant_(model[0].weight, 2.0)
@@ -337,5 +337,5 @@ def test_what_is_sent_can_be_differentiated_twice():
         x = torch.tensor([[1.5]], requires_grad=True)
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
-        found.append([each.grad.item() for each in model.parameters()])
-    assert found[0] == found[1] != [0.0, 0.0]
+        gradients.append([each.grad.item() for each in model.parameters()])
+    assert gradients[0] == gradients[1] != [0.0, 0.0]

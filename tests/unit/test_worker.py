@@ -91,6 +91,6 @@ def test_ranks_of_a_group_hear_of_one_another_as_the_user_counts_them():
     doing = [Doing(f"call {rank}", 1.0) for rank in ranks]
     with ThreadPoolExecutor(3) as threads:
         told = list(threads.map(lambda place: reports(store, place, ranks, doing[place]), range(3)))
-    for place, (rank, found) in enumerate(zip(ranks, told, strict=True)):
-        assert found.rank == rank
-        assert found.found == {other: doing[i] for i, other in enumerate(ranks) if i != place}
+    for place, (rank, heard) in enumerate(zip(ranks, told, strict=True)):
+        assert heard.rank == rank
+        assert heard.reports == {other: doing[i] for i, other in enumerate(ranks) if i != place}

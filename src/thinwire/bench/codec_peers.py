@@ -191,11 +191,11 @@ def reference_blocks(x: Tensor) -> Iterator[Case]:
         codec = codecs.get(spec)
         assert isinstance(codec, Block)
         stream = Stream(seed=1) if codec.needs_rng else None
-        wire, plan = codec.encode(x, stream).view(1, -1), codec._plan(x.numel())
+        wire, layout = codec.encode(x, stream).view(1, -1), codec.layout(x.numel())
         if operation == "decode":
-            return partial(block_reference.decode, codec._params, wire, plan)
+            return partial(block_reference.decode, codec._params, wire, layout)
         key = stream.key if stream else None
-        return partial(block_reference.encode, codec._params, x.view(1, -1), wire, plan, key)
+        return partial(block_reference.encode, codec._params, x.view(1, -1), wire, layout, key)
 
     for spec in REFERENCE:
         for operation in ("encode", "decode"):

@@ -127,13 +127,13 @@ def prepare(codec: Codec, operation: str, x: Tensor) -> timing.Call:
 
 def moved(codec: Codec, operation: str, numel: int) -> float:
     """Bytes per element that one pass reads and writes."""
-    wire = codec.nbytes(numel) / numel
+    wire_nbytes = codec.nbytes(numel) / numel
     return {
-        ENCODE: 4 + wire,
-        FEEDBACK: 12 + wire,
-        DECODE: wire + 4,
-        ADD: wire + 8,
-        REDUCE: (WORLD + 1) * wire,
+        ENCODE: 4 + wire_nbytes,
+        FEEDBACK: 12 + wire_nbytes,
+        DECODE: wire_nbytes + 4,
+        ADD: wire_nbytes + 8,
+        REDUCE: (WORLD + 1) * wire_nbytes,
     }[operation]
 
 
@@ -154,7 +154,7 @@ def against_copy(prepare: Prepare, x: Tensor, nbytes: float) -> dict[str, float]
     """Like `timing.against_copy`, but a slow call gets fewer elements of x. The copy is of all x."""
     part = _bearable(prepare, x)
     call, copy = prepare(part), partial(torch.empty_like(x).copy_, x)
-    repeats, rounds = timing._plan(call, x.device, BUDGET_S)
+    repeats, rounds = timing._repeats(call, x.device, BUDGET_S)
     copies = 10 if x.device.type == "cuda" else 1
     times = [
         (timing._timed(call, x.device, repeats), timing._timed(copy, x.device, copies)) for _ in range(rounds)

@@ -135,12 +135,12 @@ def _take_turns(
 def _row(name: str, numel: int, times: dict[str, list[float]], error: float | None) -> dict[str, Any]:
     world = dist.get_world_size()
     spec, _, schedule = name.partition("@")
-    wire = trace(numel, spec, world, schedule or "auto") if name not in (FP32, FP16) else None
+    traced = trace(numel, spec, world, schedule or "auto") if name not in (FP32, FP16) else None
     median_s = statistics.median(times[name])
     ratios = [fp32 / own for fp32, own in zip(times[FP32], times[name], strict=True)]
     return {
         "method": name,
-        "schedule": wire.schedule if wire else "torch",
+        "schedule": traced.schedule if traced else "torch",
         "world": world,
         "numel": numel,
         "rounds": len(times[name]),
@@ -150,7 +150,7 @@ def _row(name: str, numel: int, times: dict[str, list[float]], error: float | No
         "busbw_bytes_per_s": 4 * numel / median_s * 2 * (world - 1) / world,
         "ratio_to_fp32": statistics.median(ratios),
         "error": error,
-        "sent_nbytes": wire.sent_nbytes if wire else None,
+        "sent_nbytes": traced.sent_nbytes if traced else None,
         "peak_rss_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 

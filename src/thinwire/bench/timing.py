@@ -17,7 +17,7 @@ def against_copy(call: Call, x: Tensor, nbytes: int) -> dict[str, float]:
     `nbytes` counts what the call reads and writes per value; a float32 copy moves 8.
     """
     target = torch.empty_like(x)
-    repeats, rounds = _plan(call, x.device, 0.5)
+    repeats, rounds = _repeats(call, x.device, 0.5)
     times = []
     for _ in range(rounds):
         copied = _timed(lambda: target.copy_(x), x.device, 10 if x.device.type == "cuda" else 1)
@@ -38,11 +38,11 @@ def seconds(call: Call, device: torch.device, budget_s: float = 0.4) -> float:
     On a GPU at least ten calls run back to back, so that its clock measures its work. A call shorter than a
     launch still takes the time of a launch.
     """
-    repeats, rounds = _plan(call, device, budget_s)
+    repeats, rounds = _repeats(call, device, budget_s)
     return statistics.median(_timed(call, device, repeats) for _ in range(rounds))
 
 
-def _plan(call: Call, device: torch.device, budget_s: float) -> tuple[int, int]:
+def _repeats(call: Call, device: torch.device, budget_s: float) -> tuple[int, int]:
     """Warm up; return how many calls to time at once, and how often."""
     call()
     call()

@@ -82,16 +82,16 @@ def _first_failure(returncodes: tuple[int, ...]) -> int:
     return failed[0] if failed[0] > 0 else 128 - failed[0]
 
 
-def _print_run(found: dict[str, Any], timeout: float | None) -> None:
-    ended = f"ended after {timeout} s: time is up" if found["timed_out"] else f"{found['seconds']:.2f} s"
-    say(f"{found['topology']}: {ended}", bold=True)
-    if found["counters"] is None:
-        print_table("", ("rank", "exit"), list(enumerate(found["returncodes"])), right=(1,))
+def _print_run(result: dict[str, Any], timeout: float | None) -> None:
+    ended = f"ended after {timeout} s: time is up" if result["timed_out"] else f"{result['seconds']:.2f} s"
+    say(f"{result['topology']}: {ended}", bold=True)
+    if result["counters"] is None:
+        print_table("", ("rank", "exit"), list(enumerate(result["returncodes"])), right=(1,))
         return
     header = ("link of", "exit", "bytes sent", "received", "frames sent", "received", "dropped")
-    codes, counted = found["returncodes"], found["counters"]
+    codes, counted = result["returncodes"], result["counters"]
     rows = [_row(f"rank {rank}", codes[rank], each) for rank, each in enumerate(counted)]
-    rows += [_row(f"node {node}", "", each) for node, each in enumerate(found["node_counters"] or ())]
+    rows += [_row(f"node {node}", "", each) for node, each in enumerate(result["node_counters"] or ())]
     print_table("", header, rows, right=tuple(range(1, len(header))))
     say("counted by the kernel at the ends of each link, headers included")
 

@@ -87,15 +87,15 @@ def reproduce(  # noqa: PLR0913
         print_result(result)
 
 
-def _write(found: dict[str, Any], records: "list[Record]", save: Path | None, page: Path | None) -> None:
+def _write(result: dict[str, Any], records: "list[Record]", save: Path | None, page: Path | None) -> None:
     if save:
         from thinwire import machine
 
-        say(f"saved {machine.save(found, save, 'reproduce-' + found['paper'])}", err=True)
+        say(f"saved {machine.save(result, save, 'reproduce-' + result['paper'])}", err=True)
     if page:
         from thinwire.report import reproductions as report
 
-        say(f"the page is {report.save([found], page, records)}", err=True)
+        say(f"the page is {report.save([result], page, records)}", err=True)
 
 
 def _records(
@@ -132,14 +132,14 @@ def _trials(
     ]
 
 
-def print_result(found: dict[str, Any]) -> None:
+def print_result(result: dict[str, Any]) -> None:
     from thinwire.study.reproduce import judge
 
-    say(f"{found['question']}\n{found['source']}")
-    quick = list(found["notes"]) == [judge.TRIED]
+    say(f"{result['question']}\n{result['source']}")
+    quick = list(result["notes"]) == [judge.TRIED]
     if quick:
         say(judge.TRIED)
-    for part in found["tables"]:
+    for part in result["tables"]:
         count = len(part["seeds"])
         sure = f"{100 * part['setting']['confidence']:g} %"
         title = f"{part['title']}, {count} seed{'' if count == 1 else 's'}, intervals of {sure}"
@@ -147,11 +147,11 @@ def print_result(found: dict[str, Any]) -> None:
         kept = judge.columns(lines)
         header, *rows = (tuple(line[column] for column in kept) for line in (judge.HEADER, *lines))
         print_table(title, header, rows, right=tuple(range(1, len(kept))))
-        if claims := judge.claims(found, part["title"]):
+        if claims := judge.claims(result, part["title"]):
             print_table("claims about it", judge.CLAIMS, claims)
     for line in judge.LEGEND:
         say(line)
-    for note in () if quick else found["notes"]:
+    for note in () if quick else result["notes"]:
         say(f"- {note}")
 
 

@@ -56,7 +56,7 @@ def _read(path: Any) -> dict[str, Any]:
     return {**status, "state": job_status.state(status)}
 
 
-def panel(found: dict[str, Any], now: float) -> "Panel":
+def panel(status: dict[str, Any], now: float) -> "Panel":
     """Return a status as a panel."""
     from rich import box
     from rich.console import Group
@@ -64,35 +64,35 @@ def panel(found: dict[str, Any], now: float) -> "Panel":
     from rich.table import Table
     from rich.text import Text
 
-    colour = COLOURS.get(found["state"], "red")
-    lines: list[Any] = [Text(plain(_heading(found, now)), style=colour)]
-    for model in found.get("models") or ():
+    colour = COLOURS.get(status["state"], "red")
+    lines: list[Any] = [Text(plain(_heading(status, now)), style=colour)]
+    for model in status.get("models") or ():
         table = Table(box=box.SIMPLE, show_header=False, pad_edge=False, expand=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
         for name, value in rows(model):
             table.add_row(name, Text(plain(value)))
         lines.append(table)
-    if not found.get("models"):
-        over = found["state"] not in ("starting", "running")
+    if not status.get("models"):
+        over = status["state"] not in ("starting", "running")
         lines.append(Text("nothing was attached" if over else "no model is attached yet"))
-    names = ", ".join(str(found[key]) for key in ("script", "codec") if found.get(key))
-    title = Text(plain(f"{found['job']}: {names}".replace("\n", " ")))
+    names = ", ".join(str(status[key]) for key in ("script", "codec") if status.get(key))
+    title = Text(plain(f"{status['job']}: {names}".replace("\n", " ")))
     return Panel(Group(*lines), title=title, border_style=colour, expand=False)
 
 
-def _heading(found: dict[str, Any], now: float) -> str:
-    parts = [found["state"]]
-    if found.get("exit_code"):
-        parts.append(f"exit code {found['exit_code']}")
-    if found.get("world"):
-        parts.append(f"{found['world']} ranks")
-    if found.get("attempt"):
-        parts.append(f"restart {found['attempt']}")
-    end = found.get("ended") or (now if found["state"] in ("starting", "running") else found["updated"])
-    parts.append(f"for {_duration(end - found['started'])}")
-    age = now - found["updated"]
-    if found["state"] in ("starting", "running", "gone"):
+def _heading(status: dict[str, Any], now: float) -> str:
+    parts = [status["state"]]
+    if status.get("exit_code"):
+        parts.append(f"exit code {status['exit_code']}")
+    if status.get("world"):
+        parts.append(f"{status['world']} ranks")
+    if status.get("attempt"):
+        parts.append(f"restart {status['attempt']}")
+    end = status.get("ended") or (now if status["state"] in ("starting", "running") else status["updated"])
+    parts.append(f"for {_duration(end - status['started'])}")
+    age = now - status["updated"]
+    if status["state"] in ("starting", "running", "gone"):
         late = " (late: the script may hang, or be busy)" if age > LATE_S else ""
         parts.append(f"updated {_duration(age)} ago{late}")
     else:

@@ -223,24 +223,24 @@ class Block(Blocked):
     def _encode(
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
     ) -> None:
-        plan, p = self.plan(x.shape[1]), self._params
+        layout, p = self.layout(x.shape[1]), self._params
         key = None if rng is None else rng.key
         if p.rule != FILLED:
-            kernels.block_encode(p, x, wire, plan, key, residual)
+            kernels.block_encode(p, x, wire, layout, key, residual)
             return
         u = x if residual is None else x.float() + residual
-        self._fill(u, wire, plan, shared)
-        kernels.block_encode(p, u, wire, plan, key, None)
+        self._fill(u, wire, layout, shared)
+        kernels.block_encode(p, u, wire, layout, key, None)
         if residual is not None:
             residual.copy_(u)
-            kernels.block_decode(p, wire, residual, plan, -1.0, add=True)
+            kernels.block_decode(p, wire, residual, layout, -1.0, add=True)
 
-    def _fill(self, u: Tensor, wire: Tensor, plan: WireLayout, shared: Tensor | None) -> None:
+    def _fill(self, u: Tensor, wire: Tensor, layout: WireLayout, shared: Tensor | None) -> None:
         """Write the scales into the wire."""
         p = self._params
         if shared is not None and p.store != E4M3:
             if p.store == E8M0:
-                block_reference._put(wire, plan.scales_at, torch.zeros_like(wire[:, plan.scales_at : -4]))
+                block_reference._put(wire, layout.scales_at, torch.zeros_like(wire[:, layout.scales_at : -4]))
                 scales = shared
             else:
                 scales = block_reference.store_scales(p, shared.view(torch.float32))
@@ -252,20 +252,20 @@ class Block(Blocked):
                 # GPUs would replace division by a Python number with multiplication by its inverse.
                 factor = largest / scaling._number(FACTOR_LIMIT, exact)
                 factor = block_reference._poison(factor, exact.isnan().any(-1, keepdim=True))
-                block_reference._put(wire, plan.extra_at, block_reference._as_bytes(factor))
+                block_reference._put(wire, layout.extra_at, block_reference._as_bytes(factor))
             scales = self._stored(exact, factor)
-        block_reference._put(wire, plan.scales_at, scales)
+        block_reference._put(wire, layout.scales_at, scales)
 
     def scales(self, wires: Tensor, numel: int) -> Tensor:
         """Return the scales in wires [rows, nbytes], as float32 [rows, blocks]."""
-        return block_reference.stored_scales(self._params, wires, self.plan(numel))
+        return block_reference.stored_scales(self._params, wires, self.layout(numel))
 
     def unscaled(self, wires: Tensor, numel: int) -> Tensor:
         """Decode wires [rows, nbytes] with all scales set to 1: exact values of the format."""
         ones = torch.ones((wires.shape[0], self._blocks(numel)), device=wires.device)
         plain = wires.clone()
         block_reference._put(
-            plain, self.plan(numel).scales_at, block_reference.store_scales(self._params, ones)
+            plain, self.layout(numel).scales_at, block_reference.store_scales(self._params, ones)
         )
         return self.decode(plain, numel)
 
@@ -321,8 +321,8 @@ class Block(Blocked):
             stored = block_reference.store_scales(self._params, shared.view(torch.float32).unsqueeze(1))
         key = "scales", wire.device
         if key not in segments.known:
-            pairs = zip(segments.wires, segments.plans, strict=True)
-            places = [at + self.plan(plan.numel).scales_at for at, plan in pairs]
+            pairs = zip(segments.wires, segments.layouts, strict=True)
+            places = [at + self.layout(layout.numel).scales_at for at, layout in pairs]
             segments.known[key] = torch.tensor(places, device=wire.device) // 4
         words = stored.contiguous().view(torch.int32).view(-1)
         wire.view(torch.int32).index_copy_(0, segments.known[key], words)

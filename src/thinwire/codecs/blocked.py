@@ -25,16 +25,13 @@ class Blocked(Codec):
         """Return the layout of the wire of `numel` elements."""
 
     @functools.cached_property
-    def _plans(self) -> dict[int, WireLayout]:
+    def _layouts(self) -> dict[int, WireLayout]:
         return {}
 
-    def plan(self, numel: int) -> WireLayout:
-        if numel not in self._plans:
-            self._plans[numel] = self._made(numel)
-        return self._plans[numel]
-
-    def _plan(self, numel: int) -> WireLayout:
-        return self.plan(numel)
+    def layout(self, numel: int) -> WireLayout:
+        if numel not in self._layouts:
+            self._layouts[numel] = self._made(numel)
+        return self._layouts[numel]
 
     @property
     def _writes_tags(self) -> bool:
@@ -45,10 +42,10 @@ class Blocked(Codec):
     ) -> None:
         del shared
         key = None if rng is None else rng.key
-        kernels.block_encode(self._params, x, wire, self.plan(x.shape[1]), key, residual)
+        kernels.block_encode(self._params, x, wire, self.layout(x.shape[1]), key, residual)
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
-        kernels.block_decode(self._params, wire, out, self.plan(out.shape[1]), weight, add=add)
+        kernels.block_decode(self._params, wire, out, self.layout(out.shape[1]), weight, add=add)
 
     @property
     def _fuses_reduce(self) -> bool:
@@ -56,7 +53,7 @@ class Blocked(Codec):
 
     def _reduce(self, wires: Tensor, wire: Tensor, numel: int, weight: float, rng: Stream | None) -> None:
         key = None if rng is None else rng.key
-        kernels.block_reduce(self._params, wires, wire, self.plan(numel), weight, key)
+        kernels.block_reduce(self._params, wires, wire, self.layout(numel), weight, key)
 
     # Segments
 

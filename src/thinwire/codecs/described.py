@@ -177,8 +177,8 @@ class Described(abc.ABC):
         `reach` holds, for each segment, how much its numbers may grow before they are encoded.
         """
         integers = []
-        for i, (plan, start) in enumerate(zip(segments.plans, segments.starts, strict=True)):
-            values = x[start : start + plan.numel].float()
+        for i, (layout, start) in enumerate(zip(segments.layouts, segments.starts, strict=True)):
+            values = x[start : start + layout.numel].float()
             if reach is not None:
                 values = values + torch.copysign(reach[i], values)
             integers.append(self.summary(values, world))

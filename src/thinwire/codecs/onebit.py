@@ -70,19 +70,18 @@ class OneBit(Codec):
         return bits, section("low", "float32", 32, blocks), high
 
     @functools.cached_property
-    def _plans(self) -> dict[int, SignLayout]:
+    def _layouts(self) -> dict[int, SignLayout]:
         return {}
 
-    def plan(self, numel: int) -> SignLayout:
-        if numel not in self._plans:
+    def layout(self, numel: int) -> SignLayout:
+        if numel not in self._layouts:
             bits, first, *_ = self.sections(numel)
             low = -1 if self.threshold == "sign" else bits.nbytes
             high = bits.nbytes + (first.nbytes if low >= 0 else 0)
-            self._plans[numel] = SignLayout(numel, self.block, self.nbytes(numel), low, high, self.tag(numel))
-        return self._plans[numel]
-
-    def _plan(self, numel: int) -> SignLayout:
-        return self.plan(numel)
+            self._layouts[numel] = SignLayout(
+                numel, self.block, self.nbytes(numel), low, high, self.tag(numel)
+            )
+        return self._layouts[numel]
 
     @property
     def _writes_tags(self) -> bool:
@@ -92,10 +91,10 @@ class OneBit(Codec):
         self, x: Tensor, wire: Tensor, rng: Stream | None, residual: Tensor | None, shared: Tensor | None
     ) -> None:
         del rng, shared
-        kernels.onebit_encode(x, wire, self.plan(x.shape[1]), self.threshold, residual)
+        kernels.onebit_encode(x, wire, self.layout(x.shape[1]), self.threshold, residual)
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
-        kernels.onebit_decode(wire, out, self.plan(out.shape[1]), weight, add=add)
+        kernels.onebit_decode(wire, out, self.layout(out.shape[1]), weight, add=add)
 
     # Segments
 

@@ -40,7 +40,7 @@ class Segmented(Described):
         """Whether the kernels of `_encode` also write tags, which saves a call."""
         return False
 
-    def plan(self, numel: int) -> WireLayout | SignLayout:
+    def layout(self, numel: int) -> WireLayout | SignLayout:
         """Return the layout of the wire of `numel` elements; for most codecs only its length and its tag."""
         return WireLayout(numel, self.nbytes(numel), 0, 0, self.tag(numel) if self.tagged else 0)
 
@@ -70,7 +70,7 @@ class Segmented(Described):
         integers of all segments, concatenated.
         """
         for run in alike(segments):
-            numel, rows = run.plan.numel, run.rows
+            numel, rows = run.layout.numel, run.rows
             values = rows_of(x[run.start : run.start + rows * numel].view(rows, numel))
             residuals = (
                 None if residual is None else residual[run.held : run.held + rows * numel].view(rows, numel)
@@ -83,8 +83,8 @@ class Segmented(Described):
             if self.needs_rng:
                 assert draw is not None
                 rng = Stream(draw.seed, draw.step, run.tensor, draw.rank)
-            places = [wire[at : at + run.plan.nbytes] for at in run.wires]
-            encoded = places[0].view(1, -1) if rows == 1 else wire.new_empty((rows, run.plan.nbytes))
+            places = [wire[at : at + run.layout.nbytes] for at in run.wires]
+            encoded = places[0].view(1, -1) if rows == 1 else wire.new_empty((rows, run.layout.nbytes))
             self._wires(values, encoded, rng, residuals, agreed)
             if rows > 1:
                 torch._foreach_copy_(places, list(encoded))
@@ -102,10 +102,10 @@ class Segmented(Described):
     ) -> None:
         """Decode every segment's wire into a flat vector; of `count` wires, `stride` bytes apart, the sum."""
         self.check_tags(wires, segments, count, stride)
-        for plan, start, at in zip(segments.plans, segments.starts, segments.wires, strict=True):
-            values = out[start : start + plan.numel].view(1, -1)
+        for layout, start, at in zip(segments.layouts, segments.starts, segments.wires, strict=True):
+            values = out[start : start + layout.numel].view(1, -1)
             for k in range(count):
-                wire = wires[at + k * stride : at + k * stride + plan.nbytes]
+                wire = wires[at + k * stride : at + k * stride + layout.nbytes]
                 self._decode(wire.view(1, -1), values, weight, add=k > 0)
 
     def reduce_segments(
@@ -162,18 +162,18 @@ class Segmented(Described):
 
     def check_tags(self, wires: Tensor, segments: Segments, count: int = 1, stride: int = 0) -> None:
         """Refuse wires of another codec or length. On a GPU a check would stall, so they decode to NaN."""
-        if not self.tagged or wires.device.type != "cpu" or not segments.plans:
+        if not self.tagged or wires.device.type != "cpu" or not segments.layouts:
             return
         if "tags" not in segments.known:
-            ends = [at + plan.nbytes for at, plan in zip(segments.wires, segments.plans, strict=True)]
-            tags = np.array([plan.tag for plan in segments.plans], np.int64).astype(np.int32)
+            ends = [at + layout.nbytes for at, layout in zip(segments.wires, segments.layouts, strict=True)]
+            tags = np.array([layout.tag for layout in segments.layouts], np.int64).astype(np.int32)
             segments.known["tags"] = np.array(ends) // 4 - 1, tags
         ends, tags = segments.known["tags"]
         words = wires.numpy().view(np.int32)
         for k in range(count):
             wrong = words[ends + k * stride // 4] != tags
             if wrong.any():
-                numel = segments.plans[int(wrong.argmax())].numel
+                numel = segments.layouts[int(wrong.argmax())].numel
                 raise WireError(
                     f"this is no {self.spec} wire of {numel} elements: its tag does not match. "
                     "Do all ranks use the same codec and size?"
@@ -189,7 +189,7 @@ def write_tags(wire: Tensor, tag: int) -> None:
 class Alike:
     """Segments that are rows of one matrix: a codec encodes them in one call."""
 
-    plan: WireLayout | SignLayout
+    layout: WireLayout | SignLayout
     rows: int
     start: int
     held: int
@@ -206,12 +206,12 @@ def alike(segments: Segments) -> Iterator[Alike]:
 
 def _alike(segments: Segments) -> Iterator[Alike]:
     first = 0
-    count = len(segments.plans)
+    count = len(segments.layouts)
     for i in range(1, count + 1):
-        numel, length = segments.plans[first].numel, i - first
+        numel, length = segments.layouts[first].numel, i - first
         continues = (
             i < count
-            and segments.plans[i].numel == numel
+            and segments.layouts[i].numel == numel
             and segments.tensors[i] == segments.tensors[first]
             and segments.rows[i] == segments.rows[first] + length
             and segments.starts[i] == segments.starts[first] + length * numel
@@ -219,7 +219,7 @@ def _alike(segments: Segments) -> Iterator[Alike]:
         if not continues:
             where = segments.wires[first:i]
             held, tensor = segments.held[first], segments.tensors[first]
-            yield Alike(segments.plans[first], length, segments.starts[first], held, tensor, where)
+            yield Alike(segments.layouts[first], length, segments.starts[first], held, tensor, where)
             first = i
 
 

@@ -152,9 +152,9 @@ class _Sparse(Codec):
         numel = u.shape[1]
         places = self._choose(u, rng)
         values_rng = rng if self._values.needs_rng else None
-        plan, programs = self._layout(numel), select.gpu(u.device, numel)
-        if programs and plan.indices_at >= 0:
-            sent = programs.send(u, places, wire, plan, keep=residual is not None)
+        layout, programs = self._layout(numel), select.gpu(u.device, numel)
+        if programs and layout.indices_at >= 0:
+            sent = programs.send(u, places, wire, layout, keep=residual is not None)
             if sent is not None:
                 values = wire[:, self._parts(numel)["values"]]
                 inside = self._values.encode(sent, values_rng, out=values)
@@ -197,11 +197,11 @@ class _Sparse(Codec):
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
         numel = out.shape[1]
-        plan, programs = self._layout(numel), select.gpu(wire.device, numel)
-        inside = wire[:, plan.values_at : plan.values_at + self._values.nbytes(plan.k)]
-        if programs and plan.indices_at >= 0:
-            arrived = None if plan.plain else self._arrived(inside, numel, weight)
-            programs.receive(wire, out, plan, arrived, weight, add=add)
+        layout, programs = self._layout(numel), select.gpu(wire.device, numel)
+        inside = wire[:, layout.values_at : layout.values_at + self._values.nbytes(layout.k)]
+        if programs and layout.indices_at >= 0:
+            arrived = None if layout.plain else self._arrived(inside, numel, weight)
+            programs.receive(wire, out, layout, arrived, weight, add=add)
             return
         places = self._read(wire, numel)
         arrived = self._arrived(inside, numel, weight)

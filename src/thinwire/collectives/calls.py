@@ -77,7 +77,7 @@ def reduce_scatter(
             f"input has {parts[runtime.rank].numel()} elements for rank {runtime.rank}; "
             f"output has {output.numel()}"
         )
-    context = arguments.plain_seat(runtime, codec, name, rng, 1.0 / runtime.world if is_mean(op) else 1.0)
+    context = arguments.plain_context(runtime, codec, name, rng, 1.0 / runtime.world if is_mean(op) else 1.0)
     check_written([output])
     outs, after = arguments.rooms([output], filled=False)
     call = arguments.call_of(
@@ -109,7 +109,7 @@ def all_gather(
             f"input of rank {runtime.rank} has {input.numel()} elements; "
             f"its part of output has {parts[runtime.rank].numel()}"
         )
-    context = arguments.plain_seat(runtime, codec, name, rng)
+    context = arguments.plain_context(runtime, codec, name, rng)
     check_written(parts)
     outs, after = arguments.rooms(parts, filled=False)
     call = arguments.call_of("all_gather", parts, context.channel, "", named(name).removeprefix(", "))
@@ -141,7 +141,7 @@ def all_to_all(  # noqa: PLR0913
     runtime = runtime_of(group, check([*listed(output), *listed(input)]))
     parts = arguments.parts(input, runtime.world, "input", input_split_sizes)
     rooms = arguments.parts(output, runtime.world, "output", output_split_sizes)
-    context = arguments.plain_seat(runtime, codec, name, rng)
+    context = arguments.plain_context(runtime, codec, name, rng)
     check_written(rooms)
     outs, after = arguments.rooms(rooms, filled=False)
     dtype = str(parts[0].dtype).removeprefix("torch.")
@@ -172,7 +172,7 @@ def broadcast(
     """Replace the tensor of every rank by the decoded tensor of global rank `src`, on `src` too."""
     runtime = runtime_of(group, check([tensor]))
     source = _place(runtime, src, "src")
-    context = arguments.plain_seat(runtime, codec, name, rng)
+    context = arguments.plain_context(runtime, codec, name, rng)
     check_written([tensor])
     outs, after = arguments.rooms([tensor], filled=True)
     call = arguments.call_of("broadcast", [tensor], context.channel, "", f"from rank {src}{named(name)}")
@@ -252,7 +252,7 @@ def _message(
         raise InputError(f"rank {other} cannot send to itself")
     way = (runtime.rank, peer) if sends else (peer, runtime.rank)
     number, road = runtime.message_counts.get(way, 0) + 1, f"from {way[0]} to {way[1]}"
-    context = arguments.plain_seat(
+    context = arguments.plain_context(
         runtime, codec, name, Stream(0, step=number, tensor=road) if rng is None else rng
     )
     if not sends:
@@ -265,14 +265,14 @@ def _message(
     return runtime, job, way
 
 
-def _numbered(here: Runtime, way: Way, go: Callable[[int], T]) -> T:
+def _numbered(runtime: Runtime, way: Way, go: Callable[[int], T]) -> T:
     """Count a message between two ranks; one that is refused before it is sent does not count."""
-    number = here.message_counts[way] = here.message_counts.get(way, 0) + 1
+    number = runtime.message_counts[way] = runtime.message_counts.get(way, 0) + 1
     try:
         return go(number)
     except ThinwireError as error:
         if is_refusal(error):
-            here.message_counts[way] = number - 1
+            runtime.message_counts[way] = number - 1
         raise
 
 
@@ -289,15 +289,15 @@ def _single(
     return job
 
 
-def _go(job: Job, here: Runtime, async_op: bool) -> Work | None:
+def _go(job: Job, runtime: Runtime, async_op: bool) -> Work | None:
     if async_op:
-        return here.submit(job)
-    here.run(job)
+        return runtime.submit(job)
+    runtime.run(job)
     return None
 
 
-def _place(here: Runtime, rank: int, what: str) -> int:
+def _place(runtime: Runtime, rank: int, what: str) -> int:
     """Return a global rank's rank in the group."""
-    if rank not in here.ranks:
-        raise InputError(f"{what} must be one of the group's ranks, {here.ranks}; not {rank}")
-    return here.ranks.index(rank)
+    if rank not in runtime.ranks:
+        raise InputError(f"{what} must be one of the group's ranks, {runtime.ranks}; not {rank}")
+    return runtime.ranks.index(rank)

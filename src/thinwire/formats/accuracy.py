@@ -63,15 +63,15 @@ def _read(path: Path) -> Any:
         ) from None
 
 
-def _tensors(found: Any) -> Iterable[Tensor]:
-    if isinstance(found, Tensor):
-        if found.is_floating_point():
-            yield found
-    elif isinstance(found, dict):
-        for each in found.values():
+def _tensors(nested: Any) -> Iterable[Tensor]:
+    if isinstance(nested, Tensor):
+        if nested.is_floating_point():
+            yield nested
+    elif isinstance(nested, dict):
+        for each in nested.values():
             yield from _tensors(each)
-    elif isinstance(found, list | tuple):
-        for each in found:
+    elif isinstance(nested, list | tuple):
+        for each in nested:
             yield from _tensors(each)
 
 

@@ -32,7 +32,6 @@ TREE_NODES = (
     0.1, 0.14375, 0.1875, 0.23125, 0.275, 0.31875, 0.3625, 0.40625,
     0.45, 0.5175, 0.585, 0.6525, 0.72, 0.7875, 0.855, 0.9225,
 )  # fmt: skip
-ZERO_RANK, ONE_RANK = 126, 127
 #: The legacy kernel's cuts, in table units: values below the first become zero, above the second the
 #: top code.
 CUTS = {

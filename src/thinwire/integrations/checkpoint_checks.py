@@ -172,9 +172,9 @@ def _check_slots(
     if wanted is None:
         numel = math.prod(shape)
         sizes = {
-            slot: math.prod(dims) for slot, dims in present.items() if not slot.endswith(f"/{slots.START}")
+            slot: math.prod(dims) for slot, dims in present.items() if not slots.is_at(slot, slots.START)
         }
-        whole = [slot for slot, size in sizes.items() if size != numel and slot.endswith(f"/{slots.ERROR}")]
+        whole = [slot for slot, size in sizes.items() if size != numel and slots.is_at(slot, slots.ERROR)]
         wrong = [slot for slot, size in sizes.items() if size > numel] + whole
     else:
         wrong = sorted(

@@ -36,13 +36,13 @@ AUTO = "auto"
 
 
 @dataclass
-class Slot:
+class HookState:
     """The state of a model's hook: DDP takes a hook only once, so a new handle is put here."""
 
     handle: Handle
 
 
-_slots: "weakref.WeakKeyDictionary[nn.Module, Slot]" = weakref.WeakKeyDictionary()
+_hook_states: "weakref.WeakKeyDictionary[nn.Module, HookState]" = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -82,12 +82,12 @@ def attach(
     _compare(handle, model, error_budget if driver else None)
     first_line = _first_line(handle, handle.trained)  # on all ranks: it raises if no rule matches a tensor
     _prepare(handle, model)
-    slot = _slots.get(model)
-    if slot is None:
-        slot = Slot(handle)
-        model.register_comm_hook(slot, hook)
-        _slots[model] = slot
-    slot.handle = handle
+    hook_state = _hook_states.get(model)
+    if hook_state is None:
+        hook_state = HookState(handle)
+        model.register_comm_hook(hook_state, hook)
+        _hook_states[model] = hook_state
+    hook_state.handle = handle
     handle.joins = True  # DDP uses gradients only after the last bucket
     if handle.rank == 0:
         handle.board = None if tensorboard is None else Board(tensorboard)
@@ -156,8 +156,8 @@ def detach(model: DistributedDataParallel) -> None:
 
 def attached(model: nn.Module) -> Handle | None:
     """Return the handle attached to a model, or None."""
-    slot = _slots.get(_compiled(model))
-    return None if slot is None or slot.handle.detached else slot.handle
+    hook_state = _hook_states.get(_compiled(model))
+    return None if hook_state is None or hook_state.handle.detached else hook_state.handle
 
 
 def _compiled(model: Any) -> Any:
@@ -172,8 +172,8 @@ def know(handle: Handle, net: nn.Module) -> None:
 
 
 def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A DDP communication hook; its state is a `Handle`, or the slot of one."""
-    handle = state.handle if isinstance(state, Slot) else state
+    """A DDP communication hook; its state is a `Handle`, or a `HookState`."""
+    handle = state.handle if isinstance(state, HookState) else state
     assert isinstance(handle, Handle)
     if handle.detached:
         return handle.promised(plain(bucket.buffer(), handle.group), bucket)

@@ -46,16 +46,6 @@ def gathered(
     return whole
 
 
-def followed(future: "Future[Any]", then: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
-    """Return a future that is done once `then` has run. Without a tensor as value no stream would wait."""
-
-    def finish() -> Tensor:
-        then()
-        return tensor
-
-    return gathered([future], finish, tensor.device)
-
-
 def raise_when_waited_for(futures: "Sequence[Future[Any]]") -> None:
     """Wait for futures at the end of this backward pass, and raise their errors unchanged.
 

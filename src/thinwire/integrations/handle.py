@@ -163,7 +163,7 @@ class Handle:
     def _hold(self, plan: BucketPlan, buffer: Tensor, *, last: bool) -> "Future[Tensor]":
         """Send a bucket now, or together with later ones; return a future of its mean."""
         defers = self.auto is not None and self.auto.defers
-        runtime = plan.calls.line
+        runtime = plan.calls.runtime
         on_streams = self.joins and runtime.on_streams
         least_nbytes = runtime.load_nbytes if self.joins or not runtime.on_streams else 0
         if not on_streams and not least_nbytes and not defers:

@@ -83,16 +83,16 @@ def _parse(path: Path) -> tuple[Status, str]:
     return content, fault(content)
 
 
-def fault(found: Any) -> str:
+def fault(status: Any) -> str:
     """Say why this is not a status; empty if it is one."""
-    if not isinstance(found, dict):
+    if not isinstance(status, dict):
         return "it holds no JSON object"
-    models = found.get("models") or []
+    models = status.get("models") or []
     if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
         return "'models' must be a list of objects"
-    if missing := [key for key in NEEDED if found.get(key) is None]:
+    if missing := [key for key in NEEDED if status.get(key) is None]:
         return f"it has no '{missing[0]}'"
-    parts = [(found, {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, float)})]
+    parts = [(status, {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, float)})]
     for model in models:
         seconds = model.get("seconds") or {}
         if not isinstance(seconds, dict):

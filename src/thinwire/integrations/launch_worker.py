@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.integrations import fsdp, fsdp_seam
-from thinwire.integrations.ddp import Slot, attach
+from thinwire.integrations.ddp import HookState, attach
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.job_status import Writer
 from thinwire.integrations.launcher import Job
@@ -64,7 +64,7 @@ class Hook:
 
     def handle(self) -> Handle | ShardedHandle | None:
         """Return the attached handle; None if the hook is not thinwire's."""
-        handle = self.state.handle if isinstance(self.state, Slot) else self.state
+        handle = self.state.handle if isinstance(self.state, HookState) else self.state
         return handle if isinstance(handle, Handle | ShardedHandle) else None
 
     def stats(self) -> Mapping[str, Any] | None:

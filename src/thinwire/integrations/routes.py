@@ -108,13 +108,13 @@ class CallPart:
     copied: tuple[Copied, ...]
     dtype: torch.dtype  #: of the vector of copies
 
-    def start(self, line: Runtime, buffers: Sequence[Tensor], rng: Stream | None) -> Work:
+    def start(self, runtime: Runtime, buffers: Sequence[Tensor], rng: Stream | None) -> Work:
         """Start the call for one step."""
         if not self.copied:
-            work = line.replay(self.plan, buffers, buffers[-1], rng)
+            work = runtime.replay(self.plan, buffers, buffers[-1], rng)
             if work is not None:
                 return work
-        return line.submit(self.job(buffers, rng))
+        return runtime.submit(self.job(buffers, rng))
 
     def job(self, buffers: Sequence[Tensor], rng: Stream | None) -> Job:
         """Return the job of one step."""
@@ -138,7 +138,7 @@ class BucketCalls:
     """The calls for one bucket, or for several together."""
 
     parts: tuple[CallPart, ...]
-    line: Runtime
+    runtime: Runtime
 
     @property
     def random(self) -> bool:
@@ -245,25 +245,25 @@ def make(
     sent: Sequence[RoutedTensor],
     places: Sequence[GradientPlace],
     buffer: Tensor,
-    here: Runtime,
+    runtime: Runtime,
     channel: Callable[[str], Channel],
 ) -> BucketPlan:
     """Compute the plan of a bucket on a runtime."""
     plain = all(each.route == ("fp32", "native") for each in sent)
     numel = sum(where.numel for where in places)
-    fp32 = trace(numel, "fp32", here.world, "native").sent_nbytes
+    fp32 = trace(numel, "fp32", runtime.world, "native").sent_nbytes
     if plain:
         own, whole = fp32 * buffer.element_size() // 4, numel * buffer.element_size()
-        return BucketPlan(tuple(sent), tuple(places), BucketCalls((), here), own, fp32, whole, plain=True)
+        return BucketPlan(tuple(sent), tuple(places), BucketCalls((), runtime), own, fp32, whole, plain=True)
     parts = _parts(
         [_PlacedTensor(each, 0, where) for each, where in zip(sent, places, strict=True)],
         [buffer],
-        here,
+        runtime,
         channel,
     )
-    nbytes = sum(_sent_nbytes(part.plan, here) for part in parts)
+    nbytes = sum(_sent_nbytes(part.plan, runtime) for part in parts)
     return BucketPlan(
-        tuple(sent), tuple(places), BucketCalls(parts, here), nbytes, fp32, sum(map(_wire_nbytes, parts))
+        tuple(sent), tuple(places), BucketCalls(parts, runtime), nbytes, fp32, sum(map(_wire_nbytes, parts))
     )
 
 
@@ -276,7 +276,7 @@ def shared_calls(
         for bucket, plan in enumerate(plans)
         for sent, where in zip(plan.sent, plan.places, strict=True)
     ]
-    runtime = plans[0].calls.line
+    runtime = plans[0].calls.runtime
     return BucketCalls(_parts(tensors, buffers, runtime, channel), runtime)
 
 
@@ -291,16 +291,16 @@ class _PlacedTensor(NamedTuple):
 def _parts(
     tensors: Sequence[_PlacedTensor],
     buffers: Sequence[Tensor],
-    here: Runtime,
+    runtime: Runtime,
     channel: Callable[[str], Channel],
 ) -> tuple[CallPart, ...]:
     """Group tensors into calls: by schedule, and by codec too if the schedule is not batched."""
     groups: dict[tuple[str, str], tuple[Schedule, list[_PlacedTensor]]] = {}
     for placed in tensors:
-        schedule = _schedule(placed.sent, here.world)
+        schedule = _schedule(placed.sent, runtime.world)
         key = schedule.spec, "" if schedule.batched else placed.sent.route.codec
         groups.setdefault(key, (schedule, []))[1].append(placed)
-    return tuple(_part(group, schedule, buffers, here, channel) for schedule, group in groups.values())
+    return tuple(_part(group, schedule, buffers, runtime, channel) for schedule, group in groups.values())
 
 
 def _schedule(sent: RoutedTensor, world: int) -> Schedule:
@@ -315,7 +315,7 @@ def _part(
     tensors: Sequence[_PlacedTensor],
     schedule: Schedule,
     buffers: Sequence[Tensor],
-    here: Runtime,
+    runtime: Runtime,
     channel: Callable[[str], Channel],
 ) -> CallPart:
     items: list[Item] = []
@@ -332,10 +332,11 @@ def _part(
         items.append(Item(where.numel, own, sent.tensor.name, vector, start, i, shape=where.size))
     if schedule.spec == "native":
         items = _joined(items)
-    ranks_per_node = ranks_per_node_of(schedule, here.world, here.ranks_per_node)
+    ranks_per_node = ranks_per_node_of(schedule, runtime.world, runtime.ranks_per_node)
     call = _call([each.sent for each in tensors], schedule, buffers[0].dtype, ranks_per_node)
-    ranks = Ranks(here.rank, here.world, ranks_per_node)
-    plan = plans.ReducePlan(items, schedule, ranks, call, weight=1.0 / here.world, together=here.together)
+    ranks = Ranks(runtime.rank, runtime.world, ranks_per_node)
+    weight = 1.0 / runtime.world
+    plan = plans.ReducePlan(items, schedule, ranks, call, weight=weight, together=runtime.together)
     return CallPart(plan, tuple(copied), dtype if direct else torch.float32)
 
 
@@ -374,12 +375,12 @@ def _wire_nbytes(part: CallPart) -> int:
     return sum(nbytes(item.codec, item.numel, shape=item.shape or (item.numel,)) for item in part.plan.items)
 
 
-def _sent_nbytes(plan: plans.ReducePlan, here: Runtime) -> int:
+def _sent_nbytes(plan: plans.ReducePlan, runtime: Runtime) -> int:
     """Bytes that this rank sends in one call."""
-    if here.world == 1:
+    if runtime.world == 1:
         return 0
     blank = copy_without_residuals(plan)
-    return count(blank, here.rank, here.world).sent_nbytes
+    return count(blank, runtime.rank, runtime.world).sent_nbytes
 
 
 def copy_without_residuals(plan: plans.ReducePlan) -> plans.ReducePlan:

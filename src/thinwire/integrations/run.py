@@ -50,7 +50,7 @@ def run(
     `more` are futures of other calls that `finish` needs. On a GPU, a caller that passes `under_way` waits
     for the works added to it; the future is then done at once and means nothing.
     """
-    works = [part.start(calls.line, buffers, rng) for part in calls.parts]
+    works = [part.start(calls.runtime, buffers, rng) for part in calls.parts]
     if works and isinstance(works[0], StreamWork):
         return _on_streams(cast(list[StreamWork], works), buffers[-1], finish, more, under_way)
     futures = [*(work.get_future() for work in works), *more]
@@ -111,9 +111,7 @@ def plain(
         return _on_streams([runtime.add_up(buffer, clock)], buffer, finish, (), under_way)
     runtime.check()
     called_at, began = time.monotonic(), clock.start(buffer.device) if clock is not None else None
-    buffer.mul_(1.0 / dist.get_world_size(group))
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    assert work is not None
+    work = process_group.start_mean(buffer, group)
 
     def ended() -> Tensor:
         if clock is not None:

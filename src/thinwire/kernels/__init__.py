@@ -47,26 +47,26 @@ def block_encode(
     p: BlockParams,
     x: Tensor,
     wire: Tensor,
-    plan: WireLayout,
+    layout: WireLayout,
     key: Key | None = None,
     residual: Tensor | None = None,
 ) -> None:
     """Encode rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
-    _blocks(x.device).encode(p, x, wire, plan, key, residual)
+    _blocks(x.device).encode(p, x, wire, layout, key, residual)
 
 
 def block_decode(
-    p: BlockParams, wire: Tensor, out: Tensor, plan: WireLayout, weight: float, *, add: bool
+    p: BlockParams, wire: Tensor, out: Tensor, layout: WireLayout, weight: float, *, add: bool
 ) -> None:
     """Decode wires into rows, or add to them; `weight` multiplies the scales."""
-    _blocks(wire.device).decode(p, wire, out, plan, weight, add=add)
+    _blocks(wire.device).decode(p, wire, out, layout, weight, add=add)
 
 
 def block_reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None = None
+    p: BlockParams, wires: Tensor, out: Tensor, layout: WireLayout, weight: float, key: Key | None = None
 ) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
-    _blocks(wires.device).reduce(p, wires, out, plan, weight, key)
+    _blocks(wires.device).reduce(p, wires, out, layout, weight, key)
 
 
 def magnitudes(x: Tensor, block: int) -> Tensor:
@@ -75,20 +75,20 @@ def magnitudes(x: Tensor, block: int) -> Tensor:
 
 
 def onebit_encode(
-    x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None = None
+    x: Tensor, wire: Tensor, layout: SignLayout, threshold: str, residual: Tensor | None = None
 ) -> None:
     """Encode rows with one bit per element; see `onebit_reference.encode`."""
-    _blocks(x.device).onebit_encode(x, wire, plan, threshold, residual)
+    _blocks(x.device).onebit_encode(x, wire, layout, threshold, residual)
 
 
-def onebit_decode(wire: Tensor, out: Tensor, plan: SignLayout, weight: float, *, add: bool) -> None:
+def onebit_decode(wire: Tensor, out: Tensor, layout: SignLayout, weight: float, *, add: bool) -> None:
     """Decode one-bit wires into rows, or add to them."""
-    _blocks(wire.device).onebit_decode(wire, out, plan, weight, add=add)
+    _blocks(wire.device).onebit_decode(wire, out, layout, weight, add=add)
 
 
-def onebit_reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+def onebit_reduce(wires: Tensor, out: Tensor, layout: SignLayout, threshold: str, weight: float) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
-    _blocks(wires.device).onebit_reduce(wires, out, plan, threshold, weight)
+    _blocks(wires.device).onebit_reduce(wires, out, layout, threshold, weight)
 
 
 # Segments are rows of different lengths; a GPU takes one launch for all. All tensors are flat.
@@ -112,7 +112,7 @@ def block_encode_segments(
     residual: Tensor | None = None,
 ) -> None:
     """Encode each segment into its wire; see `segment_reference.encode`. A GPU also reads 16-bit x."""
-    if segments.plans:
+    if segments.layouts:
         _segments(x.device).encode(p, x, wire, segments, draw, residual)
 
 
@@ -129,7 +129,7 @@ def block_decode_segments(
 
     A GPU also writes 16-bit `out`.
     """
-    if segments.plans:
+    if segments.layouts:
         _segments(wires.device).decode(p, wires, out, segments, weight, count, stride)
 
 
@@ -145,7 +145,7 @@ def block_reduce_segments(  # noqa: PLR0913 (wires, how to sum them, how to enco
     residual: Tensor | None = None,
 ) -> None:
     """Encode the weighted sums of each segment's wires into `out`; see `segment_reference.reduce`."""
-    if segments.plans:
+    if segments.layouts:
         _segments(wires.device).reduce(p, wires, out, segments, weight, count, stride, draw, residual)
 
 
@@ -153,7 +153,7 @@ def onebit_encode_segments(
     x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None = None
 ) -> None:
     """Encode each segment into its wire, with one bit per element."""
-    if segments.plans:
+    if segments.layouts:
         _segments(x.device).onebit_encode(x, wire, segments, threshold, residual)
 
 
@@ -161,7 +161,7 @@ def onebit_decode_segments(
     wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int = 1, stride: int = 0
 ) -> None:
     """As `block_decode_segments`, for one bit per element."""
-    if segments.plans:
+    if segments.layouts:
         _segments(wires.device).onebit_decode(wires, out, segments, weight, count, stride)
 
 
@@ -176,14 +176,14 @@ def onebit_reduce_segments(
     residual: Tensor | None = None,
 ) -> None:
     """As `block_reduce_segments`, for one bit per element."""
-    if segments.plans:
+    if segments.layouts:
         module = _segments(wires.device)
         module.onebit_reduce(wires, out, segments, threshold, weight, count, stride, residual)
 
 
 def segment_magnitudes(x: Tensor, segments: Segments, residual: Tensor | None = None) -> Tensor:
     """Return the int32 pattern of each segment's largest |x (+ residual)|; NaN is largest."""
-    if not segments.plans:
+    if not segments.layouts:
         return torch.zeros(0, dtype=torch.int32, device=x.device)
     return _segments(x.device).magnitudes(x, segments, residual)
 

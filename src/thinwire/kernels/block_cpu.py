@@ -61,39 +61,45 @@ class Spans:
 
 
 @functools.lru_cache(1024)
-def rows_of(rows: int, plan: WireLayout | SignLayout, span: int) -> Spans:
+def rows_of(rows: int, layout: WireLayout | SignLayout, span: int) -> Spans:
     """Return the spans of contiguous rows of equal length."""
-    places = np.array([place(plan, 0, 0, 0)], np.int64)
-    return Spans(places, NO_WORK, rows * -(-plan.numel // span), span, rows * plan.numel)
+    places = np.array([place(layout, 0, 0, 0)], np.int64)
+    return Spans(places, NO_WORK, rows * -(-layout.numel // span), span, rows * layout.numel)
 
 
-def place(plan: WireLayout | SignLayout, start: int, held: int, wire: int) -> tuple[int, ...]:
+def place(layout: WireLayout | SignLayout, start: int, held: int, wire: int) -> tuple[int, ...]:
     """Return a line of the table `places` (see `segment_numba`)."""
-    inside = (plan.low_at, plan.high_at) if isinstance(plan, SignLayout) else (plan.scales_at, plan.extra_at)
-    tag = (plan.tag + (1 << 31)) % (1 << 32) - (1 << 31)
-    return (start, held, wire, plan.numel, plan.nbytes, *inside, tag, 0, 0)
+    inside = (
+        (layout.low_at, layout.high_at)
+        if isinstance(layout, SignLayout)
+        else (layout.scales_at, layout.extra_at)
+    )
+    tag = (layout.tag + (1 << 31)) % (1 << 32) - (1 << 31)
+    return (start, held, wire, layout.numel, layout.nbytes, *inside, tag, 0, 0)
 
 
 def encode(
-    p: BlockParams, x: Tensor, wire: Tensor, plan: WireLayout, key: Key | None, residual: Tensor | None
+    p: BlockParams, x: Tensor, wire: Tensor, layout: WireLayout, key: Key | None, residual: Tensor | None
 ) -> None:
     """Encode rows into their wires; see `block_reference.encode`."""
-    spans = rows_of(x.shape[0], plan, span_of(p, residual is not None))
+    spans = rows_of(x.shape[0], layout, span_of(p, residual is not None))
     held = NONE if residual is None else residual.view(-1).numpy()
     run_encode(p, spans, (x.view(-1).numpy(), held, *NO_WIRES, *views(wire)), key=key)
 
 
-def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WireLayout, weight: float, *, add: bool) -> None:
+def decode(
+    p: BlockParams, wire: Tensor, out: Tensor, layout: WireLayout, weight: float, *, add: bool
+) -> None:
     """Decode wires into rows, or add to them."""
-    spans = rows_of(out.shape[0], plan, SPAN)
+    spans = rows_of(out.shape[0], layout, SPAN)
     run_decode(p, spans, (out.view(-1).numpy(), *views(wire)), weight, add=add)
 
 
 def reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None
+    p: BlockParams, wires: Tensor, out: Tensor, layout: WireLayout, weight: float, key: Key | None
 ) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
-    spans = rows_of(out.shape[0], plan, span_of(p, feedback=False))
+    spans = rows_of(out.shape[0], layout, span_of(p, feedback=False))
     arrays = (NONE, NONE, *views(wires), *views(out))
     run_encode(p, spans, arrays, (len(wires), wires.stride(0)), weight, key)
 
@@ -197,9 +203,9 @@ def _largest_pattern(element: FloatParams) -> np.int32:
 
 
 def _steps(element: StepsParams, mode: int) -> tuple[int, tuple[Any, ...]]:
-    plan = cpu._steps_plan(element)
-    cells, shift, firsts, starts = plan.index
-    steps = (cells, shift, firsts, starts, plan.codes, *plan.packed, plan.gaps, plan.code_pairs)
+    layout = cpu._steps_layout(element)
+    cells, shift, firsts, starts = layout.index
+    steps = (cells, shift, firsts, starts, layout.codes, *layout.packed, layout.gaps, layout.code_pairs)
     if mode == STOCHASTIC:
         return byte_numba.STEPS_STOCHASTIC, steps
     if not cells.size:
@@ -272,30 +278,32 @@ def magnitudes(x: Tensor, block: int) -> Tensor:
 # One bit
 
 
-def onebit_encode(x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None) -> None:
+def onebit_encode(
+    x: Tensor, wire: Tensor, layout: SignLayout, threshold: str, residual: Tensor | None
+) -> None:
     """Encode rows with one bit per element; the threshold "mean" needs a second pass and has no loop."""
     if threshold == "mean":
-        onebit_reference.encode(x, wire, plan, threshold, residual)
+        onebit_reference.encode(x, wire, layout, threshold, residual)
         return
-    spans = rows_of(x.shape[0], plan, max(LONG_SPAN, plan.block))
+    spans = rows_of(x.shape[0], layout, max(LONG_SPAN, layout.block))
     held = NONE if residual is None else residual.view(-1).numpy()
-    run_signs(spans, (x.view(-1).numpy(), held, *NO_WIRES[::2], *views(wire)[::2]), plan.block, threshold)
+    run_signs(spans, (x.view(-1).numpy(), held, *NO_WIRES[::2], *views(wire)[::2]), layout.block, threshold)
 
 
-def onebit_decode(wire: Tensor, out: Tensor, plan: SignLayout, weight: float, *, add: bool) -> None:
+def onebit_decode(wire: Tensor, out: Tensor, layout: SignLayout, weight: float, *, add: bool) -> None:
     """Decode one-bit wires into rows, or add to them."""
-    spans = rows_of(out.shape[0], plan, max(LONG_SPAN, plan.block))
-    run_unsigned(spans, (out.view(-1).numpy(), *views(wire)[::2]), plan.block, weight, add=add)
+    spans = rows_of(out.shape[0], layout, max(LONG_SPAN, layout.block))
+    run_unsigned(spans, (out.view(-1).numpy(), *views(wire)[::2]), layout.block, weight, add=add)
 
 
-def onebit_reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+def onebit_reduce(wires: Tensor, out: Tensor, layout: SignLayout, threshold: str, weight: float) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
     if threshold == "mean":
-        onebit_reference.reduce(wires, out, plan, threshold, weight)
+        onebit_reference.reduce(wires, out, layout, threshold, weight)
         return
-    spans = rows_of(out.shape[0], plan, max(LONG_SPAN, plan.block))
+    spans = rows_of(out.shape[0], layout, max(LONG_SPAN, layout.block))
     arrays = (NONE, NONE, *views(wires)[::2], *views(out)[::2])
-    run_signs(spans, arrays, plan.block, threshold, (len(wires), wires.stride(0)), weight)
+    run_signs(spans, arrays, layout.block, threshold, (len(wires), wires.stride(0)), weight)
 
 
 def run_signs(

@@ -47,64 +47,66 @@ GRID_ROWS = 1 << 15  # rows in one dimension of the grid
 
 
 def encode(
-    p: BlockParams, x: Tensor, wire: Tensor, plan: WireLayout, key: Key | None, residual: Tensor | None
+    p: BlockParams, x: Tensor, wire: Tensor, layout: WireLayout, key: Key | None, residual: Tensor | None
 ) -> None:
     """Encode rows [rows, numel] into wires [rows, nbytes]; see `block_reference.encode`."""
     if selftest.holds(p, x, residual):
-        _encode(p, x, wire, plan, key, residual)
+        _encode(p, x, wire, layout, key, residual)
     else:
-        block_reference.encode(p, x, wire, plan, key, residual)
+        block_reference.encode(p, x, wire, layout, key, residual)
 
 
 def _encode(
-    p: BlockParams, x: Tensor, wire: Tensor, plan: WireLayout, key: Key | None, residual: Tensor | None
+    p: BlockParams, x: Tensor, wire: Tensor, layout: WireLayout, key: Key | None, residual: Tensor | None
 ) -> None:
     rule = p.rule
     if _needs_scales(p):
-        _fill(p, x.float() if residual is None else x + residual, wire, plan)
+        _fill(p, x.float() if residual is None else x + residual, wire, layout)
         rule = FILLED
-    codec, layout = _constants(p, rule, x.element_size())
+    codec, tiling = _constants(p, rule, x.element_size())
     tensors = (x, x if residual is None else residual, *_base(wire), *_lookup(p.element, _base(wire)[0]))
     step, *strides = _strides(x, wire)
-    numbers = (*strides, *_places(plan), p.limit, *_key(key))
-    shape = {"STEP": step, "RESIDUAL": residual is not None, "C": codec, "L": layout}
-    _launch(block_triton.encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
+    numbers = (*strides, *_places(layout), p.limit, *_key(key))
+    shape = {"STEP": step, "RESIDUAL": residual is not None, "C": codec, "L": tiling}
+    _launch(block_triton.encode_kernel, wire, layout.numel, (*tensors, *numbers), shape)
 
 
-def decode(p: BlockParams, wire: Tensor, out: Tensor, plan: WireLayout, weight: float, *, add: bool) -> None:
+def decode(
+    p: BlockParams, wire: Tensor, out: Tensor, layout: WireLayout, weight: float, *, add: bool
+) -> None:
     """Decode wires into rows, or add to them; rows with another tag become NaN."""
-    codec, layout = _constants(p, FILLED, 0)
+    codec, tiling = _constants(p, FILLED, 0)
     tensors = (*_base(wire), out, _lookup(p.element, _base(wire)[0])[-1])
     step, *strides = _strides(out, wire)
-    numbers = (*strides, *_places(plan), weight)
-    shape = {"STEP": step, "ADD": add, "C": codec, "L": layout}
-    _launch(block_triton.decode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
+    numbers = (*strides, *_places(layout), weight)
+    shape = {"STEP": step, "ADD": add, "C": codec, "L": tiling}
+    _launch(block_triton.decode_kernel, wire, layout.numel, (*tensors, *numbers), shape)
 
 
 def reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None
+    p: BlockParams, wires: Tensor, out: Tensor, layout: WireLayout, weight: float, key: Key | None
 ) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`."""
     if not _needs_scales(p) and selftest.reduction_holds(p, len(wires), out.device):
-        _reduce(p, wires, out, plan, weight, key)
+        _reduce(p, wires, out, layout, weight, key)
         return
-    total = torch.zeros((wires.shape[1], plan.numel), device=out.device)
+    total = torch.zeros((wires.shape[1], layout.numel), device=out.device)
     for wire in wires:
-        decode(p, wire, total, plan, weight, add=True)
-    encode(p, total, out, plan, key, None)
+        decode(p, wire, total, layout, weight, add=True)
+    encode(p, total, out, layout, key, None)
 
 
 def _reduce(
-    p: BlockParams, wires: Tensor, out: Tensor, plan: WireLayout, weight: float, key: Key | None
+    p: BlockParams, wires: Tensor, out: Tensor, layout: WireLayout, weight: float, key: Key | None
 ) -> None:
     count, rows, nbytes = wires.shape
-    codec, layout = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
+    codec, tiling = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
     tensors = (*_base(wires), *_base(out), *_lookup(p.element, _base(out)[0]))
     strides = (rows * nbytes // 4, nbytes // 4)
-    numbers = (*strides, count, rows, *_places(plan), p.limit, weight, *_key(key))
+    numbers = (*strides, count, rows, *_places(layout), p.limit, weight, *_key(key))
     unrolled = count <= UNROLLED and not isinstance(p.element, StepsParams)  # tables take registers
-    shape = {"COUNT": count if unrolled else 0, "C": codec, "L": layout}
-    _launch(block_triton.reduce_kernel, out, plan.numel, (*tensors, *numbers), shape)
+    shape = {"COUNT": count if unrolled else 0, "C": codec, "L": tiling}
+    _launch(block_triton.reduce_kernel, out, layout.numel, (*tensors, *numbers), shape)
 
 
 def magnitudes(x: Tensor, block: int) -> Tensor:
@@ -115,56 +117,58 @@ def magnitudes(x: Tensor, block: int) -> Tensor:
         return patterns
     block = 0 if block >= numel else block
     inside = 0 < block <= LARGEST_TILE
-    layout = (1, 32, 1, max(TILE, block) if inside else LARGEST_TILE, block if inside else 0, 1)
+    tiling = (1, 32, 1, max(TILE, block) if inside else LARGEST_TILE, block if inside else 0, 1)
     step, stride, *_ = _strides(x, patterns)
-    shape = {"STEP": step, "BLOCK": block, "L": layout}
+    shape = {"STEP": step, "BLOCK": block, "L": tiling}
     args = (x, patterns, stride, patterns.shape[1], rows, numel)
     _launch(block_triton.magnitudes_kernel, patterns, numel, args, shape)
     return patterns
 
 
-def onebit_encode(x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None) -> None:
+def onebit_encode(
+    x: Tensor, wire: Tensor, layout: SignLayout, threshold: str, residual: Tensor | None
+) -> None:
     """Encode rows with one bit per element; see `onebit_reference.encode`."""
-    fits = threshold != "mean" and plan.block <= LARGEST_TILE  # one pass over a tile is enough
-    if fits and selftest.signs_hold(plan.block, threshold, x, residual):
-        _onebit_encode(x, wire, plan, residual)
+    fits = threshold != "mean" and layout.block <= LARGEST_TILE  # one pass over a tile is enough
+    if fits and selftest.signs_hold(layout.block, threshold, x, residual):
+        _onebit_encode(x, wire, layout, residual)
     else:
-        onebit_reference.encode(x, wire, plan, threshold, residual)
+        onebit_reference.encode(x, wire, layout, threshold, residual)
 
 
-def _onebit_encode(x: Tensor, wire: Tensor, plan: SignLayout, residual: Tensor | None) -> None:
+def _onebit_encode(x: Tensor, wire: Tensor, layout: SignLayout, residual: Tensor | None) -> None:
     tensors = (x, x if residual is None else residual, *_base(wire))
     step, *strides = _strides(x, wire)
-    numbers = (*strides, *_sign_places(plan))
-    layout = (8, 8, 1, max(TILE, plan.block), plan.block, 1)
-    shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": residual is not None, "L": layout}
-    _launch(onebit_triton.onebit_encode_kernel, wire, plan.numel, (*tensors, *numbers), shape)
+    numbers = (*strides, *_sign_places(layout))
+    tiling = (8, 8, 1, max(TILE, layout.block), layout.block, 1)
+    shape = {"STEP": step, "SCALED": layout.low_at < 0, "RESIDUAL": residual is not None, "L": tiling}
+    _launch(onebit_triton.onebit_encode_kernel, wire, layout.numel, (*tensors, *numbers), shape)
 
 
-def onebit_decode(wire: Tensor, out: Tensor, plan: SignLayout, weight: float, *, add: bool) -> None:
+def onebit_decode(wire: Tensor, out: Tensor, layout: SignLayout, weight: float, *, add: bool) -> None:
     """Decode one-bit wires into rows, or add to them; rows with another tag become NaN."""
     step, *strides = _strides(out, wire)
-    numbers = (*strides, *_sign_places(plan), weight)
-    layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0, 1)
-    shape = {"STEP": step, "SCALED": plan.low_at < 0, "ADD": add, "BLOCK": plan.block, "L": layout}
-    _launch(onebit_triton.onebit_decode_kernel, wire, plan.numel, (*_base(wire), out, *numbers), shape)
+    numbers = (*strides, *_sign_places(layout), weight)
+    tiling = (8, 8, 1, TILE, layout.block if layout.block < TILE else 0, 1)
+    shape = {"STEP": step, "SCALED": layout.low_at < 0, "ADD": add, "BLOCK": layout.block, "L": tiling}
+    _launch(onebit_triton.onebit_decode_kernel, wire, layout.numel, (*_base(wire), out, *numbers), shape)
 
 
-def onebit_reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+def onebit_reduce(wires: Tensor, out: Tensor, layout: SignLayout, threshold: str, weight: float) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`; the rows are taken as segments."""
     from thinwire.kernels import segment_cuda
 
     count, rows, nbytes = wires.shape
-    segments = _as_segments(rows, plan)
+    segments = _as_segments(rows, layout)
     flat = (wires.view(-1), out.view(-1))
     segment_cuda.onebit_reduce(*flat, segments, threshold, weight, count, rows * nbytes, None)
 
 
 @lru_cache(256)
-def _as_segments(rows: int, plan: SignLayout) -> Segments:
-    starts = tuple(range(0, rows * plan.numel, plan.numel))
-    wires = tuple(range(0, rows * plan.nbytes, plan.nbytes))
-    return Segments((plan,) * rows, starts, wires, starts, (0,) * rows, tuple(range(rows)))
+def _as_segments(rows: int, layout: SignLayout) -> Segments:
+    starts = tuple(range(0, rows * layout.numel, layout.numel))
+    wires = tuple(range(0, rows * layout.nbytes, layout.nbytes))
+    return Segments((layout,) * rows, starts, wires, starts, (0,) * rows, tuple(range(rows)))
 
 
 # Blocks that do not fit into a program
@@ -174,14 +178,14 @@ def _needs_scales(p: BlockParams) -> bool:
     return p.rule != FILLED and p.block > LARGEST_TILE
 
 
-def _fill(p: BlockParams, u: Tensor, wire: Tensor, plan: WireLayout) -> None:
+def _fill(p: BlockParams, u: Tensor, wire: Tensor, layout: WireLayout) -> None:
     if p.affine:
         scale, base = block_reference.block_scales(p, u)
-        block_reference._put(wire, plan.extra_at, block_reference._as_bytes(base))
+        block_reference._put(wire, layout.extra_at, block_reference._as_bytes(base))
     else:  # a block's largest magnitude determines its scale
         largest = magnitudes(u, p.block).view(torch.float32)
         scale, _ = block_reference.block_scales(replace(p, block=1), largest)
-    block_reference._put(wire, plan.scales_at, block_reference.store_scales(p, scale))
+    block_reference._put(wire, layout.scales_at, block_reference.store_scales(p, scale))
 
 
 # Arguments. Wires start at a multiple of 4 bytes: their strides and offsets count words.
@@ -214,12 +218,18 @@ def _strides(x: Tensor, wire: Tensor) -> tuple[int, int, int, int]:
     return step, stride // step, nbytes // 4, rows
 
 
-def _places(plan: WireLayout) -> tuple[int, ...]:
-    return plan.numel, plan.scales_at // 4, plan.extra_at // 4, plan.nbytes // 4 - 1, _signed(plan.tag)
+def _places(layout: WireLayout) -> tuple[int, ...]:
+    return (
+        layout.numel,
+        layout.scales_at // 4,
+        layout.extra_at // 4,
+        layout.nbytes // 4 - 1,
+        _signed(layout.tag),
+    )
 
 
-def _sign_places(plan: SignLayout) -> tuple[int, ...]:
-    return plan.numel, plan.low_at // 4, plan.high_at // 4, plan.nbytes // 4 - 1, _signed(plan.tag)
+def _sign_places(layout: SignLayout) -> tuple[int, ...]:
+    return layout.numel, layout.low_at // 4, layout.high_at // 4, layout.nbytes // 4 - 1, _signed(layout.tag)
 
 
 def _key(key: Key | None) -> tuple[int, ...]:

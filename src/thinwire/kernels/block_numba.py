@@ -1,8 +1,8 @@
 """The inner loops of block codecs on the CPU, compiled by Numba.
 
 A row is processed in spans that fit into the first-level cache: compute the scales, multiply, round with
-the loops of `format_numba`, pack. Every step goes through a buffer, so each loop stays simple enough to be
-vectorised, and memory is read and written once.
+the loops of `float_numba`, `grid_numba` or `steps_numba`, pack. Every step writes to a buffer, so each loop
+stays simple enough to be vectorised, and memory is read and written once.
 
 `layout` is (numel, block, rule, store, limit, scales_at, extra_at, bits, tag). `block_cpu` derives `codec`,
 `element`, `how` and `values` from a codec. `segment_numba` describes where rows lie.
@@ -38,21 +38,14 @@ from thinwire.kernels.byte_numba import (
     float_bytes,
     float_scaled,
 )
-from thinwire.kernels.format_numba import (
-    F,
-    I,
-    Q,
+from thinwire.kernels.common_numba import F, I, Q
+from thinwire.kernels.float_numba import (
     float_codes_directed,
     float_codes_nearest,
     float_codes_stochastic,
     float_values,
-    grid_codes,
-    grid_codes_stochastic,
-    steps_codes_packed,
-    steps_lookup,
-    steps_search,
-    steps_stochastic,
 )
+from thinwire.kernels.grid_numba import grid_codes, grid_codes_stochastic
 from thinwire.kernels.pack_numba import jit, pack, unpack
 from thinwire.kernels.params import (
     BFLOAT16,
@@ -63,6 +56,7 @@ from thinwire.kernels.params import (
 )
 from thinwire.kernels.scale_numba import find_scales, read_scales, write_scales
 from thinwire.kernels.segment_numba import drop_infinite, place_of, stream_key, wire_of
+from thinwire.kernels.steps_numba import steps_codes_packed, steps_lookup, steps_search, steps_stochastic
 
 VECTOR = ir.VectorType(ir.FloatType(), 16)
 

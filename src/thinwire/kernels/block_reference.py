@@ -149,22 +149,22 @@ def _stored(p: BlockParams, scale: Tensor, factor: Tensor | None) -> Tensor:
     return _as_bytes(scale)
 
 
-def stored_scales(p: BlockParams, wire: Tensor, plan: WireLayout) -> Tensor:
+def stored_scales(p: BlockParams, wire: Tensor, layout: WireLayout) -> Tensor:
     """Read the scales of a wire as float32 [rows, blocks]."""
-    count = p.blocks(plan.numel)
-    raw = wire[:, plan.scales_at : plan.scales_at + count * SCALE_NBYTES[p.store]].contiguous()
+    count = p.blocks(layout.numel)
+    raw = wire[:, layout.scales_at : layout.scales_at + count * SCALE_NBYTES[p.store]].contiguous()
     if p.store == BFLOAT16:
         return raw.view(torch.bfloat16).float()
     if p.store == E8M0:
         return _poison(_exp2(raw.int() - 127), raw == 255)
     if p.store == E4M3:
         values = reference.from_codes(SCALE_FORMAT, raw.flatten()).view(raw.shape)
-        return values * _extra(wire, plan, 1)
+        return values * _extra(wire, layout, 1)
     return raw.view(torch.float32)
 
 
-def _extra(wire: Tensor, plan: WireLayout, count: int) -> Tensor:
-    return wire[:, plan.extra_at : plan.extra_at + 4 * count].contiguous().view(torch.float32)
+def _extra(wire: Tensor, layout: WireLayout, count: int) -> Tensor:
+    return wire[:, layout.extra_at : layout.extra_at + 4 * count].contiguous().view(torch.float32)
 
 
 def _as_bytes(values: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def encode(
     p: BlockParams,
     x: Tensor,
     wire: Tensor,
-    plan: WireLayout,
+    layout: WireLayout,
     key: Key | None = None,
     residual: Tensor | None = None,
     first: int = 0,
@@ -192,34 +192,34 @@ def encode(
     rows, numel = u.shape
     if p.rule != FILLED:
         scale, base = block_scales(p, u)
-        _put(wire, plan.scales_at, store_scales(p, scale))
+        _put(wire, layout.scales_at, store_scales(p, scale))
         if p.affine:
-            _put(wire, plan.extra_at, _as_bytes(base))
-    scale = _spread(stored_scales(p, wire, plan), p, numel)
+            _put(wire, layout.extra_at, _as_bytes(base))
+    scale = _spread(stored_scales(p, wire, layout), p, numel)
     before, inverse = _inverse(scale)
     y = u * before
     if p.affine:
-        y = y - _spread(_extra(wire, plan, p.blocks(numel)), p, numel) * before
+        y = y - _spread(_extra(wire, layout, p.blocks(numel)), p, numel) * before
     y = y * inverse
     words = _row_words(key, rows, numel, u.device, first) if p.mode == STOCHASTIC else None
     codes = reference.to_codes(p.element, y.flatten(), p.mode, words).view(rows, numel).long()
     codes = torch.where(scale.isnan(), 0, codes)
     _put(wire, 0, pack(codes, p.element.bits))
-    tag = torch.tensor([plan.tag], dtype=torch.int64).to(torch.int32).view(torch.uint8).to(wire.device)
-    _put(wire, plan.nbytes - 4, tag.expand(rows, 4))
+    tag = torch.tensor([layout.tag], dtype=torch.int64).to(torch.int32).view(torch.uint8).to(wire.device)
+    _put(wire, layout.nbytes - 4, tag.expand(rows, 4))
     if residual is not None:
-        residual.copy_(u - decode(p, wire, plan))
+        residual.copy_(u - decode(p, wire, layout))
 
 
-def decode(p: BlockParams, wire: Tensor, plan: WireLayout, weight: float = 1.0) -> Tensor:
+def decode(p: BlockParams, wire: Tensor, layout: WireLayout, weight: float = 1.0) -> Tensor:
     """Decode wires [rows, nbytes] to float32 [rows, numel]; `weight` multiplies the scales."""
-    numel = plan.numel
+    numel = layout.numel
     times = torch.full((), weight, dtype=torch.float32, device=wire.device)
-    scale = _spread(stored_scales(p, wire, plan) * times, p, numel)
+    scale = _spread(stored_scales(p, wire, layout) * times, p, numel)
     codes = unpack(wire, numel, p.element.bits)
     values = reference.from_codes(p.element, codes.flatten()).view(codes.shape) * scale
     if p.affine:
-        values = values + _spread(_extra(wire, plan, p.blocks(numel)) * times, p, numel)
+        values = values + _spread(_extra(wire, layout, p.blocks(numel)) * times, p, numel)
     return values
 
 
@@ -227,16 +227,16 @@ def reduce(
     p: BlockParams,
     wires: Tensor,
     out: Tensor,
-    plan: WireLayout,
+    layout: WireLayout,
     weight: float,
     key: Key | None = None,
     residual: Tensor | None = None,
 ) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`, added in the order given."""
-    total = torch.zeros((wires.shape[1], plan.numel), device=wires.device)
+    total = torch.zeros((wires.shape[1], layout.numel), device=wires.device)
     for wire in wires:
-        total += decode(p, wire, plan, weight)
-    encode(p, total, out, plan, key, residual)
+        total += decode(p, wire, layout, weight)
+    encode(p, total, out, layout, key, residual)
 
 
 def _inverse(scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,7 @@
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import (
-    _NAN,
-)
+from thinwire.kernels.common_triton import _NAN
 from thinwire.kernels.number_triton import (
     _blocks,
     _get_scale,
@@ -20,24 +18,23 @@ from thinwire.kernels.number_triton import (
     _to_values,
 )
 from thinwire.kernels.tile_triton import (
-    _by_block,
     _E8M0,
     _FILLED,
-    _get_codes,
     _HUGE,
+    _POW2_CEIL,
+    _POW2_FLOOR,
+    _SCALE_NBYTES,
+    _TINY,
+    _by_block,
+    _get_codes,
     _load,
     _load_floats,
     _offsets,
-    _POW2_CEIL,
-    _POW2_FLOOR,
     _put_codes,
-    _SCALE_NBYTES,
     _spread,
     _store,
-    _TINY,
     _words,
 )
-
 
 # Tiles
 
@@ -274,30 +271,30 @@ def reduce_kernel(
 
 
 @triton.jit
-def _magnitudes_tile(x, found, start, left, BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
+def _magnitudes_tile(x, maxima, start, left, BLOCK: tl.constexpr, L: tl.constexpr, FULL: tl.constexpr):
     EACH: tl.constexpr = L[4]
     at = _offsets(L)
     magnitude = _load_floats(x + at, at < left, FULL).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     block, mask = _blocks(start, left, BLOCK, L)
     if EACH > 0:
-        _store(found + block, tl.max(_by_block(magnitude, L), axis=1), mask, FULL)
+        _store(maxima + block, tl.max(_by_block(magnitude, L), axis=1), mask, FULL)
     else:
-        tl.atomic_max(found + block, tl.max(tl.max(magnitude, axis=1), axis=0), sem="relaxed")
+        tl.atomic_max(maxima + block, tl.max(tl.max(magnitude, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows", "numel"])
-def magnitudes_kernel(x, found, x_stride: tl.int64, blocks, rows, numel: tl.int64, STEP: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr):
-    """Write each block's largest magnitude to `found`, which must start as zeros.
+def magnitudes_kernel(x, maxima, x_stride: tl.int64, blocks, rows, numel: tl.int64, STEP: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr):
+    """Write each block's largest magnitude to `maxima`, which must start as zeros.
 
     Tiles of a larger block update one element; a maximum does not depend on their order.
     """
     TILE: tl.constexpr = L[3]
-    row, start, found = _place(found, 0, 0, TILE)
+    row, start, maxima = _place(maxima, 0, 0, TILE)
     left = tl.minimum(numel.to(tl.int64) - start, TILE).to(tl.int32)
     x += row * x_stride * STEP + start
-    found += row * blocks
+    maxima += row * blocks
     if row < rows:
         if left >= TILE:
-            _magnitudes_tile(x, found, start, left, BLOCK, L, True)
+            _magnitudes_tile(x, maxima, start, left, BLOCK, L, True)
         else:
-            _magnitudes_tile(x, found, start, left, BLOCK, L, False)
+            _magnitudes_tile(x, maxima, start, left, BLOCK, L, False)

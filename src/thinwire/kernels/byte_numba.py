@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.format_numba import I0, INFINITY, MAGNITUDE, F, I, Q, _as_float, _as_int, inline
+from thinwire.kernels.common_numba import I0, INFINITY, MAGNITUDE, F, I, Q, _as_float, _as_int, inline
 from thinwire.kernels.pack_numba import jit
 from thinwire.kernels.scale_numba import QUIET
 
@@ -72,10 +72,10 @@ def _byte_value(code: Any, p: Any, unit: Any) -> Any:
     """Return the pattern of an 8-bit float; `unit` is the smallest subnormal, NaN has no sign."""
     magnitude = I(code & I(p[3] - I(1)))
     normal = I(I(magnitude << I(I(23) - p[0])) + I(I(p[1] - I(1)) << I(23)))
-    found = _as_int(F(F(magnitude) * unit)) if magnitude < I(I(1) << p[0]) else normal
-    found = QUIET if magnitude > p[2] else found
-    found = INFINITY if magnitude == p[12] else found
-    return I(found | (I(I(code & p[3]) << I(24)) if found != QUIET else I0))
+    value = _as_int(F(F(magnitude) * unit)) if magnitude < I(I(1) << p[0]) else normal
+    value = QUIET if magnitude > p[2] else value
+    value = INFINITY if magnitude == p[12] else value
+    return I(value | (I(I(code & p[3]) << I(24)) if value != QUIET else I0))
 
 
 @jit

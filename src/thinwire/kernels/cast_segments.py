@@ -84,8 +84,8 @@ def _add(source: Array, at: int, stride: int, count: int, weight: Any, out: Arra
 def _places(segments: Segments) -> list[tuple[int, int, int]]:
     """Return each segment's start in the vector, its start in the float32 wires, and its length."""
     if "casts" not in segments.known:
-        pairs = zip(segments.starts, segments.wires, segments.plans, strict=True)
-        segments.known["casts"] = [(start, at // 4, plan.numel) for start, at, plan in pairs]
+        pairs = zip(segments.starts, segments.wires, segments.layouts, strict=True)
+        segments.known["casts"] = [(start, at // 4, layout.numel) for start, at, layout in pairs]
     places: list[tuple[int, int, int]] = segments.known["casts"]
     return places
 

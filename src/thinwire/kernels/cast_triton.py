@@ -6,8 +6,8 @@ L is (1, 1, 1, TILE), of which only TILE is used. WIDE: the wire holds float32.
 import triton
 import triton.language as tl
 
-from thinwire.kernels.tile_triton import _load_floats
 from thinwire.kernels.segment_triton import _FIELDS, _HELD, _NUMEL, _START, _WIRE
+from thinwire.kernels.tile_triton import _load_floats
 
 
 @triton.jit

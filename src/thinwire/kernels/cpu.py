@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import format_numba
+from thinwire.kernels import float_numba, grid_numba, steps_numba
 from thinwire.kernels.params import (
     CELL_BITS,
     NEAREST,
@@ -47,22 +47,22 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
     source, target = codes.numpy(), out.numpy()
     if isinstance(params, GridParams):
         pad, back = np.int32(params.pad), np.float32(2.0**-params.frac_bits)
-        _spread(out.numel(), lambda s, _: format_numba.grid_values(source[s], target[s], pad, back))
+        _spread(out.numel(), lambda s, _: grid_numba.grid_values(source[s], target[s], pad, back))
     elif isinstance(params, FloatParams) and params.bits > 8:
         wide = source.view(np.int32) if params.bits > 16 else source
         pattern = target.view(np.int32)
-        values = format_numba.float_values_wide if params.is_wide else format_numba.float_values
+        values = float_numba.float_values_wide if params.is_wide else float_numba.float_values
         _spread(out.numel(), lambda s, _: values(wide[s], pattern[s], params.scalars))
     else:
         table = params.decoded if isinstance(params, StepsParams) else _float_table(params)
-        _spread(out.numel(), lambda s, _: format_numba.table_values(source[s], table, target[s]))
+        _spread(out.numel(), lambda s, _: steps_numba.table_values(source[s], table, target[s]))
 
 
 @cache
 def _float_table(params: FloatParams) -> Array:
     codes = np.arange(256, dtype=np.int32)  # bits above the format's are ignored
     table = np.empty(codes.size, np.float32)
-    format_numba.float_values(codes, table.view(np.int32), params.scalars)
+    float_numba.float_values(codes, table.view(np.int32), params.scalars)
     return table
 
 
@@ -95,14 +95,14 @@ def _float_loop(
     out = target if codes else target.view(np.int32)
     quick = params.is_quick(mode)
     if mode == STOCHASTIC:
-        stochastic = format_numba.float_codes_stochastic if codes else format_numba.float_round_stochastic
+        stochastic = float_numba.float_codes_stochastic if codes else float_numba.float_round_stochastic
         return lambda s, start: stochastic(bits[s], *_part(random, s, start), out[s], p, specials, quick)
     if params.is_wide and mode == NEAREST and codes:
-        return lambda s, _: format_numba.float_codes_wide(bits[s], out[s], p)
+        return lambda s, _: float_numba.float_codes_wide(bits[s], out[s], p)
     if quick:
-        nearest = format_numba.float_codes_nearest if codes else format_numba.float_round_nearest
+        nearest = float_numba.float_codes_nearest if codes else float_numba.float_round_nearest
         return lambda s, _: nearest(bits[s], out[s], p, specials)
-    directed = format_numba.float_codes_directed if codes else format_numba.float_round_directed
+    directed = float_numba.float_codes_directed if codes else float_numba.float_round_directed
     return lambda s, _: directed(bits[s], out[s], p, np.int32(mode))
 
 
@@ -115,33 +115,33 @@ def _grid_loop(params: GridParams, x: Array, out: Array, mode: int, random: Rand
     )
     mask = (np.int32((1 << params.bits) - 1),) if codes else ()
     if mode == STOCHASTIC:
-        stochastic = format_numba.grid_codes_stochastic if codes else format_numba.grid_round_stochastic
+        stochastic = grid_numba.grid_codes_stochastic if codes else grid_numba.grid_round_stochastic
         return lambda s, start: stochastic(x[s], *_part(random, s, start), out[s], p, *mask)
-    nearest: Any = format_numba.grid_codes if codes else format_numba.grid_round
+    nearest: Any = grid_numba.grid_codes if codes else grid_numba.grid_round
     return lambda s, _: nearest(x[s], out[s], p, *mask, np.int32(mode))
 
 
 def _steps_loop(params: StepsParams, x: Array, out: Array, mode: int, random: Random, *, codes: bool) -> Loop:
-    plan = _steps_plan(params)
-    table, pairs = (plan.codes, plan.code_pairs) if codes else (plan.values, plan.value_pairs)
+    layout = _steps_layout(params)
+    table, pairs = (layout.codes, layout.code_pairs) if codes else (layout.values, layout.value_pairs)
     bits = x.view(np.uint32)
     if mode == STOCHASTIC:
-        tables = (*plan.index, plan.gaps, pairs)
-        return lambda s, start: format_numba.steps_stochastic(
+        tables = (*layout.index, layout.gaps, pairs)
+        return lambda s, start: steps_numba.steps_stochastic(
             bits[s], *_part(random, s, start), out[s], *tables
         )
-    cells, shift, firsts, starts = plan.index
+    cells, shift, firsts, starts = layout.index
     if cells.size == 0:
-        return lambda s, _: format_numba.steps_search(bits[s], firsts, starts, table, out[s])
+        return lambda s, _: steps_numba.steps_search(bits[s], firsts, starts, table, out[s])
     if codes and params.bits <= 8 and shift == CELL_BITS:
-        return lambda s, _: _packed(bits[s], cells, plan, out[s])
-    return lambda s, _: format_numba.steps_lookup(bits[s], cells, shift, table, out[s])
+        return lambda s, _: _packed(bits[s], cells, layout, out[s])
+    return lambda s, _: steps_numba.steps_lookup(bits[s], cells, shift, table, out[s])
 
 
-def _packed(bits: Array, cells: Array, plan: "_StepsLayout", out: Array) -> None:
+def _packed(bits: Array, cells: Array, layout: "_StepsLayout", out: Array) -> None:
     whole = bits.size // 4 * 4
-    format_numba.steps_codes_packed(bits[:whole], cells, *plan.packed, out[:whole].view(np.uint32))
-    format_numba.steps_lookup(bits[whole:], cells, np.uint32(CELL_BITS), plan.codes, out[whole:])
+    steps_numba.steps_codes_packed(bits[:whole], cells, *layout.packed, out[:whole].view(np.uint32))
+    steps_numba.steps_lookup(bits[whole:], cells, np.uint32(CELL_BITS), layout.codes, out[whole:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,16 +157,16 @@ class _StepsLayout:
     value_pairs: Array
 
 
-_PLANS: WeakKeyDictionary[StepsParams, _StepsLayout] = WeakKeyDictionary()  # kept as long as the format
+_LAYOUTS: WeakKeyDictionary[StepsParams, _StepsLayout] = WeakKeyDictionary()  # kept as long as the format
 
 
-def _steps_plan(params: StepsParams) -> _StepsLayout:
-    if params not in _PLANS:
-        _PLANS[params] = _make_plan(params)
-    return _PLANS[params]
+def _steps_layout(params: StepsParams) -> _StepsLayout:
+    if params not in _LAYOUTS:
+        _LAYOUTS[params] = _make_layout(params)
+    return _LAYOUTS[params]
 
 
-def _make_plan(params: StepsParams) -> _StepsLayout:
+def _make_layout(params: StepsParams) -> _StepsLayout:
     shift = min(params.cell_shift, CELL_BITS)
     empty = np.empty(0, np.uint32)
     dtype = np.uint8 if params.bits <= 8 else np.uint16

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import format_triton, reference
+from thinwire.kernels import float_triton, grid_triton, reference, steps_triton
 from thinwire.kernels.params import (
     STOCHASTIC,
     Array,
@@ -41,18 +41,18 @@ def from_codes(params: Params, codes: Tensor, out: Tensor) -> None:
     """Write the values of flat, contiguous codes to `out`."""
     if isinstance(params, GridParams):
         step = 2.0**-params.frac_bits
-        _launch(format_triton.grid_values_kernel, out, codes, out, out.numel(), params.pad, step)
+        _launch(grid_triton.grid_values_kernel, out, codes, out, out.numel(), params.pad, step)
     elif isinstance(params, FloatParams) and params.bits > 8:
         man, low, max_code, sign, _, negative_zero, *_, inf_code = (int(n) for n in params.scalars)
         scalars = (man, low, max_code, sign, negative_zero, inf_code)
         flush = not params.subnormals
-        _launch(format_triton.float_values_kernel, out, codes, out, out.numel(), *scalars, FLUSH=flush)
+        _launch(float_triton.float_values_kernel, out, codes, out, out.numel(), *scalars, FLUSH=flush)
     else:
         if isinstance(params, FloatParams):
             table = _float_table(params, out.device)
         else:
             table = _tables(params, out.device).decoded
-        _launch(format_triton.table_kernel, out, codes, out, table, out.numel())
+        _launch(steps_triton.table_kernel, out, codes, out, table, out.numel())
 
 
 def _run(
@@ -65,18 +65,18 @@ def _run(
     if isinstance(params, FloatParams):
         scalars, shape = _float_launch(params, mode, codes)
         values = _float_table(params, out.device) if shape["SMALL"] and not codes else out
-        _launch(format_triton.float_kernel, out, *start, values, *scalars, *signed_key, **shape, **streamed)
+        _launch(float_triton.float_kernel, out, *start, values, *scalars, *signed_key, **shape, **streamed)
     elif isinstance(params, GridParams):
         grid = (2.0**params.frac_bits, float(params.low), float(params.high), 2.0**-params.frac_bits)
         shape = {"MODE": mode, "CODES": codes}
         mask = (1 << params.bits) - 1
-        _launch(format_triton.grid_kernel, out, *start, *grid, mask, *signed_key, **shape, **streamed)
+        _launch(grid_triton.grid_kernel, out, *start, *grid, mask, *signed_key, **shape, **streamed)
     else:
         tables = _tables(params, out.device)
         table = tables.codes if codes else tables.values
         shape = {"SEARCH": tables.search_steps, "STOCHASTIC": mode == STOCHASTIC, "CODES": codes}
         lookup = (tables.index, tables.starts, table, tables.pairs, tables.shift)
-        _launch(format_triton.steps_kernel, out, *start, *lookup, *signed_key, **shape, **streamed)
+        _launch(steps_triton.steps_kernel, out, *start, *lookup, *signed_key, **shape, **streamed)
 
 
 def _launch(kernel: Any, out: Tensor, *args: Any, BLOCK: int = BLOCK, **shape: Any) -> None:  # noqa: N803

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import cpu, gemm_exact, gemm_numba, gemm_quire, gemm_quire_numba, gemm_reference
-from thinwire.kernels.format_numba import F, I, U
+from thinwire.kernels.common_numba import F, I, U
 from thinwire.kernels.gemm_params import (
     CHUNKED,
     GRID,

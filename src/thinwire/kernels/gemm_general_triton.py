@@ -14,20 +14,13 @@ Rounding methods are compile-time constants. Their numbers are read from a small
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gemm_triton import _mogami
+from thinwire.kernels.common_triton import _INFINITY, _NAN, _ROUNDS, _SIGN, _STREAM_BLOCK
+from thinwire.kernels.float_triton import _float_code, _float_value
 from thinwire.kernels.gemm_reference import CHUNK_STAGE, LAST_STAGE, STAGES
+from thinwire.kernels.gemm_triton import _mogami
+from thinwire.kernels.grid_triton import _grid_round
 from thinwire.kernels.params import STOCHASTIC
-from thinwire.kernels.format_triton import (
-    _INFINITY,
-    _NAN,
-    _ROUNDS,
-    _SIGN,
-    _STREAM_BLOCK,
-    _float_code,
-    _float_value,
-    _grid_round,
-    _steps_result,
-)
+from thinwire.kernels.steps_triton import _steps_result
 
 NONE, SWIFT, FLOAT, GRID, STEPS = range(5)  # rounding methods
 
@@ -79,7 +72,7 @@ def _words(draw, step, stage):
 
 @triton.jit
 def _swift(b, word, p):
-    """Round stochastically to floats with symmetric special values; see `format_triton._float_stochastic`.
+    """Round stochastically to floats with symmetric special values; see `float_triton._float_stochastic`.
 
     A normal number is rounded inside its pattern; a subnormal number, to a multiple of the smallest.
     """
@@ -90,10 +83,10 @@ def _swift(b, word, p):
     size = (u.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)).to(tl.int32).to(tl.uint32)
     small = ((size + (word >> (25 - shift))) >> (shift + 7)).to(tl.int32).to(tl.float32)
     small = (small * unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    found = tl.where(u < low, small, normal)
-    signs = tl.where(found + negative_zero > 0, b & _SIGN, 0)
-    found = tl.where(found > top, over, found) | signs
-    return tl.where(u > _INFINITY, nan, found).to(tl.float32, bitcast=True)
+    rounded = tl.where(u < low, small, normal)
+    signs = tl.where(rounded + negative_zero > 0, b & _SIGN, 0)
+    rounded = tl.where(rounded > top, over, rounded) | signs
+    return tl.where(u > _INFINITY, nan, rounded).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -15,18 +15,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from thinwire.kernels.format_numba import (
-    INFINITY,
-    MAGNITUDE,
-    NAN,
-    F,
-    I,
-    Loop,
-    U,
-    _as_float,
-    _as_int,
-    jit,
-)
+from thinwire.kernels.common_numba import INFINITY, MAGNITUDE, NAN, F, I, Loop, U, _as_float, _as_int, jit
 from thinwire.kernels.gemm_params import SIGN as SIGN_BIT
 
 STRIP = 256  # columns at a time: sums of four rows stay in the first-level cache

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic, overload
 
-from thinwire.kernels.format_numba import (
+from thinwire.kernels.common_numba import (
     FRACTION,
     HIDDEN,
     I0,

@@ -28,13 +28,13 @@ def _scan(x, n, NOTHING: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def extent_kernel(a, b, found, size_a, size_b, NOTHING: tl.constexpr, BLOCK: tl.constexpr):
+def extent_kernel(a, b, extents, size_a, size_b, NOTHING: tl.constexpr, BLOCK: tl.constexpr):
     """Write -lowest and highest (see `gemm_quire.Extent`) of two operands, [2, programs, 2]."""
     if tl.program_id(1) == 0:
         low, high = _scan(a, size_a, NOTHING, BLOCK)
     else:
         low, high = _scan(b, size_b, NOTHING, BLOCK)
-    place = found + 2 * (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
+    place = extents + 2 * (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
     tl.store(place, low)
     tl.store(place + 1, high)
 

@@ -5,21 +5,13 @@
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import (
-    _INFINITY,
-    _NAN,
-    _SIGN,
-    _chance,
-    _float_code,
-    _float_magnitude,
-    _float_value,
-    _grid_round,
-    _steps_result,
-)
+from thinwire.kernels.common_triton import _INFINITY, _NAN, _SIGN, _chance
+from thinwire.kernels.float_triton import _float_code, _float_magnitude, _float_value
+from thinwire.kernels.grid_triton import _grid_round
+from thinwire.kernels.steps_triton import _steps_result
 from thinwire.kernels.tile_triton import (
     _ABSMAX,
     _BFLOAT16,
-    _by_block,
     _E4M3,
     _E8M0,
     _FILLED,
@@ -27,20 +19,20 @@ from thinwire.kernels.tile_triton import (
     _GRID,
     _HUGE,
     _INTERPRETED,
-    _load,
     _MAGIC,
     _MINMAX,
     _NEAREST,
-    _offsets,
     _POW2_CEIL,
     _POW2_FLOOR,
-    _spread,
     _STEPS,
     _STOCHASTIC,
-    _store,
     _TINY,
+    _by_block,
+    _load,
+    _offsets,
+    _spread,
+    _store,
 )
-
 
 # Numbers to codes and back
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.format_numba import I0, INFINITY, F, I, Q, _as_float, _as_int
+from thinwire.kernels.common_numba import I0, INFINITY, F, I, Q, _as_float, _as_int
 from thinwire.kernels.pack_numba import jit, pack_part, unpack_part
 from thinwire.kernels.params import GROUP
 from thinwire.kernels.scale_numba import NAN, QUIET, exp2, largest

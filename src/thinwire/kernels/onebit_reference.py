@@ -64,41 +64,43 @@ def _mean(total: Tensor, count: Tensor, magnitude: Tensor) -> Tensor:
     return total.float() / count.clamp(min=1).float() * (1.0 / one) * (1.0 / other)
 
 
-def encode(x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: Tensor | None = None) -> None:
+def encode(
+    x: Tensor, wire: Tensor, layout: SignLayout, threshold: str, residual: Tensor | None = None
+) -> None:
     """Encode rows [rows, numel] into their wires; the residual is as in `block_reference.encode`."""
     u = x.float() if residual is None else x.float() + residual
     rows, numel = u.shape
-    cut = pad(u, (0, -numel % plan.block)).view(rows, -1, plan.block)
-    counts = torch.full((cut.shape[1],), plan.block, device=u.device)
-    counts[-1] -= -numel % plan.block
+    cut = pad(u, (0, -numel % layout.block)).view(rows, -1, layout.block)
+    counts = torch.full((cut.shape[1],), layout.block, device=u.device)
+    counts[-1] -= -numel % layout.block
     bits, low, high = levels(cut, counts, threshold)
     packed = block_reference.pack(bits.view(rows, -1)[:, :numel], 1)
     block_reference._put(wire, 0, packed)
-    if plan.low_at >= 0:
-        block_reference._put(wire, plan.low_at, block_reference._as_bytes(low))
-    block_reference._put(wire, plan.high_at, block_reference._as_bytes(high))
-    tag = torch.tensor([plan.tag], dtype=torch.int32).view(torch.uint8).to(wire.device)
-    block_reference._put(wire, plan.nbytes - 4, tag.expand(rows, 4))
+    if layout.low_at >= 0:
+        block_reference._put(wire, layout.low_at, block_reference._as_bytes(low))
+    block_reference._put(wire, layout.high_at, block_reference._as_bytes(high))
+    tag = torch.tensor([layout.tag], dtype=torch.int32).view(torch.uint8).to(wire.device)
+    block_reference._put(wire, layout.nbytes - 4, tag.expand(rows, 4))
     if residual is not None:
-        residual.copy_(u - decode(wire, plan))
+        residual.copy_(u - decode(wire, layout))
 
 
-def decode(wire: Tensor, plan: SignLayout, weight: float = 1.0) -> Tensor:
+def decode(wire: Tensor, layout: SignLayout, weight: float = 1.0) -> Tensor:
     """Decode wires [rows, nbytes] to float32 [rows, numel]; `weight` multiplies the two numbers."""
-    blocks = -(-plan.numel // plan.block)
+    blocks = -(-layout.numel // layout.block)
     times = torch.full((), weight, dtype=torch.float32, device=wire.device)
-    high = wire[:, plan.high_at : plan.high_at + 4 * blocks].contiguous().view(torch.float32) * times
+    high = wire[:, layout.high_at : layout.high_at + 4 * blocks].contiguous().view(torch.float32) * times
     low = -high
-    if plan.low_at >= 0:
-        low = wire[:, plan.low_at : plan.low_at + 4 * blocks].contiguous().view(torch.float32) * times
-    bits = block_reference.unpack(wire, plan.numel, 1) == 1
-    high, low = (level.repeat_interleave(plan.block, 1)[:, : plan.numel] for level in (high, low))
+    if layout.low_at >= 0:
+        low = wire[:, layout.low_at : layout.low_at + 4 * blocks].contiguous().view(torch.float32) * times
+    bits = block_reference.unpack(wire, layout.numel, 1) == 1
+    high, low = (level.repeat_interleave(layout.block, 1)[:, : layout.numel] for level in (high, low))
     return torch.where(bits, high, low)
 
 
-def reduce(wires: Tensor, out: Tensor, plan: SignLayout, threshold: str, weight: float) -> None:
+def reduce(wires: Tensor, out: Tensor, layout: SignLayout, threshold: str, weight: float) -> None:
     """Encode the weighted sums of wires [K, rows, nbytes] into `out`, added in the order given."""
-    total = torch.zeros((wires.shape[1], plan.numel), device=wires.device)
+    total = torch.zeros((wires.shape[1], layout.numel), device=wires.device)
     for wire in wires:
-        total += block_reference.guard(wire, plan.tag, decode(wire, plan, weight))
-    encode(total, out, plan, threshold)
+        total += block_reference.guard(wire, layout.tag, decode(wire, layout, weight))
+    encode(total, out, layout, threshold)

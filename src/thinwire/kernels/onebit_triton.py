@@ -10,19 +10,16 @@ from thinwire.kernels.block_triton import (
     _place,
     _put_residual,
 )
-from thinwire.kernels.format_triton import (
-    _INFINITY,
-    _NAN,
-)
+from thinwire.kernels.common_triton import _INFINITY, _NAN
 from thinwire.kernels.number_triton import (
     _blocks,
     _larger,
     _scalar,
 )
 from thinwire.kernels.tile_triton import (
+    _INTERPRETED,
     _by_block,
     _get_codes,
-    _INTERPRETED,
     _load,
     _load_floats,
     _offsets,
@@ -30,7 +27,6 @@ from thinwire.kernels.tile_triton import (
     _spread,
     _store,
 )
-
 
 # One bit per element
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
-from thinwire.kernels.format_numba import Q, U
+from thinwire.kernels.common_numba import Q, U
 from thinwire.kernels.params import GROUP
 
 NIBBLES, PAIRS, BITS = U(0x0F0F0F0F), U(0x03030303), U(0x01010101)
@@ -15,7 +15,7 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
 def jit(loop: Loop) -> Loop:
-    """As `format_numba.jit`, but dividing by zero gives infinity."""
+    """As `common_numba.jit`, but dividing by zero gives infinity."""
     return numba.njit(nogil=True, cache=True, error_model="numpy")(loop)
 
 

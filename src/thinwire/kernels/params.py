@@ -239,7 +239,7 @@ class Segments:
     They are computed once and used at every step. Kernels cache their tables in `known`.
     """
 
-    plans: tuple[WireLayout | SignLayout, ...]  #: length and wire layout of each segment
+    layouts: tuple[WireLayout | SignLayout, ...]  #: length and wire layout of each segment
     starts: tuple[int, ...]  #: first element of each segment in the vector
     wires: tuple[int, ...]  #: first byte of each segment in a buffer of wires, a multiple of 4
     held: tuple[int, ...]  #: first element of each segment in the residuals; any numbers without residuals
@@ -248,7 +248,7 @@ class Segments:
 
     def __post_init__(self) -> None:
         lists = (self.starts, self.wires, self.held, self.tensors, self.rows)
-        assert all(len(numbers) == len(self.plans) for numbers in lists)
+        assert all(len(numbers) == len(self.layouts) for numbers in lists)
         assert not any(at % 4 for at in self.wires)
 
     @functools.cached_property
@@ -259,13 +259,13 @@ class Segments:
     @functools.cached_property
     def packed(self) -> "Segments":
         """Return the same segments with contiguous elements."""
-        numels = [plan.numel for plan in self.plans]
+        numels = [layout.numel for layout in self.layouts]
         return replace(self, starts=(0, *itertools.accumulate(numels))[: len(numels)])
 
     @functools.cached_property
     def numel(self) -> int:
         """Return the number of elements of all segments."""
-        return sum(plan.numel for plan in self.plans)
+        return sum(layout.numel for layout in self.layouts)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from thinwire.kernels.format_numba import I0, INFINITY, MAGNITUDE, F, I, Q, U, _as_float, _as_int, inline
+from thinwire.kernels.common_numba import I0, INFINITY, MAGNITUDE, F, I, Q, U, _as_float, _as_int, inline
 from thinwire.kernels.pack_numba import jit
 from thinwire.kernels.params import (
     ABSMAX,
@@ -61,14 +61,14 @@ def _largest16(_context: Any, bits: Any, at: Any) -> Any:
 @inline
 def largest(bits: Any, start: Any, size: Any) -> Any:
     """Return the largest magnitude's pattern; short blocks go sixteen at a time, without loop set-up."""
-    found = I0
+    maximum = I0
     if size > 64 or size % 16:
         for i in range(size):
-            found = max(found, I(bits[start + Q(i)] & MAGNITUDE))
+            maximum = max(maximum, I(bits[start + Q(i)] & MAGNITUDE))
     else:
         for g in range(size // 16):
-            found = max(found, _largest16(bits, start + Q(16 * g)))
-    return found
+            maximum = max(maximum, _largest16(bits, start + Q(16 * g)))
+    return maximum
 
 
 @inline

@@ -102,7 +102,7 @@ def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor
     source, errors, patterns = x.numpy(), _flat(residual), np.zeros(spans.count, np.int32)
     rest = (spans.work, spans.places, patterns)
     block_cpu.spread(spans, lambda units: segment_numba.magnitudes(source, errors, units, *rest))
-    largest = np.zeros(len(segments.plans), np.int32)
+    largest = np.zeros(len(segments.layouts), np.int32)
     np.maximum.at(largest, spans.work[:, 0], patterns)
     largest[largest > INFINITY] = CANONICAL_NAN
     return torch.from_numpy(largest)
@@ -119,8 +119,8 @@ def _spans(segments: Segments, span: int) -> Spans:
 
 
 def _cut(segments: Segments, span: int) -> Spans:
-    lists = zip(segments.plans, segments.starts, segments.held, segments.wires, strict=True)
-    lines = [block_cpu.place(plan, start, held, wire) for plan, start, held, wire in lists]
+    lists = zip(segments.layouts, segments.starts, segments.held, segments.wires, strict=True)
+    lines = [block_cpu.place(layout, start, held, wire) for layout, start, held, wire in lists]
     places = np.array(lines, np.int64).reshape(-1, 10)
     places[:, 8], places[:, 9] = segments.tensors, segments.rows
     numels = places[:, 3]
@@ -133,9 +133,9 @@ def _cut(segments: Segments, span: int) -> Spans:
 
 
 def _block(segments: Segments) -> int:
-    plan = segments.plans[0]
-    assert isinstance(plan, SignLayout)
-    return plan.block
+    layout = segments.layouts[0]
+    assert isinstance(layout, SignLayout)
+    return layout.block
 
 
 def _flat(residual: Tensor | None) -> Array:
@@ -158,7 +158,7 @@ def _tag_empty(wire: Tensor, segments: Segments) -> None:
     """Write the tags of segments without elements, which have no span."""
     empty = segments.known.get("empty")
     if empty is None:
-        indices = [i for i, plan in enumerate(segments.plans) if not plan.numel]
+        indices = [i for i, layout in enumerate(segments.layouts) if not layout.numel]
         empty = segments.known["empty"] = indices
     for i in empty:
-        segment_reference.empty(segment_reference.wire_of(wire, segments, i), segments.plans[i])
+        segment_reference.empty(segment_reference.wire_of(wire, segments, i), segments.layouts[i])

@@ -60,9 +60,9 @@ def encoder(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
     """Prepare encoding; `kind`: dtype and alignment of x, alignment of the residual or None, device."""
     dtype, _, held, _ = kind
     rule = FILLED if block_cuda._needs_scales(p) else p.rule
-    codec, layout = _constants(p, rule, dtype.itemsize)
+    codec, tiling = _constants(p, rule, dtype.itemsize)
     step = step_of(segments, vector=True, held=held is not None)
-    shape = {"STEP": step, "RESIDUAL": 0 if held is None else 2, "C": codec, "L": layout}
+    shape = {"STEP": step, "RESIDUAL": 0 if held is None else 2, "C": codec, "L": tiling}
     return make(segments, segment_triton.encode_kernel, shape, kind, partial(_lookup, p.element))
 
 
@@ -99,9 +99,9 @@ def decode(
 
 def decoder(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
     """Prepare decoding; `kind`: dtype and alignment of the result, the number of wires, device."""
-    codec, layout = _constants(p, FILLED, 0)
+    codec, tiling = _constants(p, FILLED, 0)
     step = step_of(segments, vector=True)
-    shape = {"STEP": step, "COUNT": _unrolled(p, kind[2]), "C": codec, "L": layout}
+    shape = {"STEP": step, "COUNT": _unrolled(p, kind[2]), "C": codec, "L": tiling}
     values = lambda like: _lookup(p.element, like)[-1:]  # noqa: E731
     return make(segments, segment_triton.decode_kernel, shape, kind, values)
 
@@ -144,9 +144,9 @@ def reduce(  # noqa: PLR0913
 def reducer(p: BlockParams, kind: tuple[Any, ...], segments: Segments) -> Ready:
     """Prepare a reduction; `kind`: alignment of the residual or None, the number of wires, device."""
     held, count, _ = kind
-    codec, layout = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
+    codec, tiling = _constants(p, p.rule, 4 if p.mode == STOCHASTIC else 1)
     step, feedback = step_of(segments, held=held is not None), 0 if held is None else 2
-    shape = {"STEP": step, "RESIDUAL": feedback, "COUNT": _unrolled(p, count), "C": codec, "L": layout}
+    shape = {"STEP": step, "RESIDUAL": feedback, "COUNT": _unrolled(p, count), "C": codec, "L": tiling}
     return make(segments, segment_triton.reduce_kernel, shape, kind, partial(_lookup, p.element))
 
 
@@ -176,7 +176,9 @@ def onebit_encode(
     ready = segments.known.get(("signs", threshold, kind))
     if ready is None:
         step = step_of(segments, vector=True, held=residual is not None)
-        sound = _in_tiles(segments, threshold) and segment_selftest.signs_hold(_plan(segments), kind, step)
+        sound = _in_tiles(segments, threshold) and segment_selftest.signs_hold(
+            _sign_layout(segments), kind, step
+        )
         ready = signer(kind, segments) if sound else UNSOUND
         segments.known["signs", threshold, kind] = ready
     if ready is UNSOUND:
@@ -187,9 +189,9 @@ def onebit_encode(
 
 def signer(kind: tuple[Any, ...], segments: Segments) -> Ready:
     """As `encoder`, with one bit per element."""
-    plan, held = _plan(segments), kind[2] is not None
+    layout, held = _sign_layout(segments), kind[2] is not None
     step = step_of(segments, vector=True, held=held)
-    shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": 2 if held else 0, "L": _signs(plan)}
+    shape = {"STEP": step, "SCALED": layout.low_at < 0, "RESIDUAL": 2 if held else 0, "L": _signs(layout)}
     return make(segments, segment_triton.onebit_encode_kernel, shape, kind)
 
 
@@ -206,7 +208,7 @@ def onebit_decode(
     kind = (out.dtype, _aligned(out), count, out.device)
     ready = segments.known.get(("unsigned", kind))
     if ready is None:
-        sound = segment_selftest.unsigned_hold(_plan(segments), kind, step_of(segments, vector=True))
+        sound = segment_selftest.unsigned_hold(_sign_layout(segments), kind, step_of(segments, vector=True))
         ready = segments.known["unsigned", kind] = unsigner(kind, segments) if sound else UNSOUND
     if ready is UNSOUND:
         segment_reference.onebit_decode(wires, out, segments, weight, count, stride)
@@ -216,10 +218,15 @@ def onebit_decode(
 
 def unsigner(kind: tuple[Any, ...], segments: Segments) -> Ready:
     """As `decoder`, with one bit per element."""
-    plan, step = _plan(segments), step_of(segments, vector=True)
-    layout = (8, 8, 1, TILE, plan.block if plan.block < TILE else 0, 1)
-    shape = {"STEP": step, "SCALED": plan.low_at < 0, "COUNT": _unrolled(None, kind[2]), "BLOCK": plan.block}
-    return make(segments, segment_triton.onebit_decode_kernel, {**shape, "L": layout}, kind)
+    layout, step = _sign_layout(segments), step_of(segments, vector=True)
+    tiling = (8, 8, 1, TILE, layout.block if layout.block < TILE else 0, 1)
+    shape = {
+        "STEP": step,
+        "SCALED": layout.low_at < 0,
+        "COUNT": _unrolled(None, kind[2]),
+        "BLOCK": layout.block,
+    }
+    return make(segments, segment_triton.onebit_decode_kernel, {**shape, "L": tiling}, kind)
 
 
 def onebit_reduce(
@@ -237,7 +244,9 @@ def onebit_reduce(
     ready = segments.known.get(("resigned", threshold, kind))
     if ready is None:
         step = step_of(segments, held=residual is not None)
-        sound = _in_tiles(segments, threshold) and segment_selftest.signs_reduce(_plan(segments), kind, step)
+        sound = _in_tiles(segments, threshold) and segment_selftest.signs_reduce(
+            _sign_layout(segments), kind, step
+        )
         ready = resigner(kind, segments) if sound else UNSOUND
         segments.known["resigned", threshold, kind] = ready
     if ready is UNSOUND:
@@ -252,25 +261,30 @@ def onebit_reduce(
 
 def resigner(kind: tuple[Any, ...], segments: Segments) -> Ready:
     """As `reducer`, with one bit per element."""
-    plan, held = _plan(segments), kind[0] is not None
+    layout, held = _sign_layout(segments), kind[0] is not None
     step, feedback = step_of(segments, held=held), 2 if held else 0
-    shape = {"STEP": step, "SCALED": plan.low_at < 0, "RESIDUAL": feedback, "COUNT": _unrolled(None, kind[1])}
-    return make(segments, segment_triton.onebit_reduce_kernel, {**shape, "L": _signs(plan)}, kind)
+    shape = {
+        "STEP": step,
+        "SCALED": layout.low_at < 0,
+        "RESIDUAL": feedback,
+        "COUNT": _unrolled(None, kind[1]),
+    }
+    return make(segments, segment_triton.onebit_reduce_kernel, {**shape, "L": _signs(layout)}, kind)
 
 
 def _in_tiles(segments: Segments, threshold: str) -> bool:
-    return threshold != "mean" and _plan(segments).block <= LARGEST_TILE
+    return threshold != "mean" and _sign_layout(segments).block <= LARGEST_TILE
 
 
-def _signs(plan: SignLayout) -> tuple[int, ...]:
-    return (8, 8, 1, max(TILE, plan.block), plan.block, 1)
+def _signs(layout: SignLayout) -> tuple[int, ...]:
+    return (8, 8, 1, max(TILE, layout.block), layout.block, 1)
 
 
-def _plan(segments: Segments) -> SignLayout:
+def _sign_layout(segments: Segments) -> SignLayout:
     """Return the first segment's layout; all have the same block, and wires with the same sections."""
-    plan = segments.plans[0]
-    assert isinstance(plan, SignLayout)
-    return plan
+    layout = segments.layouts[0]
+    assert isinstance(layout, SignLayout)
+    return layout
 
 
 # Magnitudes, and blocks that do not fit into a program
@@ -278,7 +292,7 @@ def _plan(segments: Segments) -> SignLayout:
 
 def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor:
     """Return the pattern of each segment's largest |x (+ residual)|; NaN is largest."""
-    patterns = torch.zeros(len(segments.plans), dtype=torch.int32, device=x.device)
+    patterns = torch.zeros(len(segments.layouts), dtype=torch.int32, device=x.device)
     kind = (x.dtype, _aligned(x), _aligned(residual), x.device)
     ready = segments.known.get(("magnitudes", kind))
     if ready is None:
@@ -292,13 +306,13 @@ def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor
 
 def _fill(p: BlockParams, x: Tensor, wire: Tensor, segments: Segments, residual: Tensor | None) -> None:
     """Write scales of large blocks to the wires, segment by segment."""
-    for i, plan in enumerate(segments.plans):
-        if plan.numel:
-            assert isinstance(plan, WireLayout)
-            row = segment_reference.row_of(x, segments.starts[i], plan.numel)
+    for i, layout in enumerate(segments.layouts):
+        if layout.numel:
+            assert isinstance(layout, WireLayout)
+            row = segment_reference.row_of(x, segments.starts[i], layout.numel)
             held = segment_reference.held_of(residual, segments, i)
             u = row.float() if held is None else row.float() + held
-            block_cuda._fill(p, u, segment_reference.wire_of(wire, segments, i), plan)
+            block_cuda._fill(p, u, segment_reference.wire_of(wire, segments, i), layout)
 
 
 # Arguments

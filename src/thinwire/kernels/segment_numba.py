@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.format_numba import I0, INFINITY, LOW32, MAGNITUDE, F, I, Q, _as_int, inline
+from thinwire.kernels.common_numba import I0, INFINITY, LOW32, MAGNITUDE, F, I, Q, _as_int, inline
 from thinwire.kernels.pack_numba import jit
 from thinwire.kernels.reference import ROUNDS
 from thinwire.kernels.scale_numba import largest
@@ -59,9 +59,9 @@ def magnitudes(x: Any, residual: Any, units: Any, work: Any, places: Any, out: A
         line, _, start = place_of(unit, span, work, places)
         size, at = min(span, places[line, 3] - start), places[line, 0] + start
         if residual.size:
-            held, found = places[line, 1] + start, I0
+            held, maximum = places[line, 1] + start, I0
             for i in range(size):
-                found = max(found, I(_as_int(F(x[at + i] + residual[held + i])) & MAGNITUDE))
-            out[unit] = found
+                maximum = max(maximum, I(_as_int(F(x[at + i] + residual[held + i])) & MAGNITUDE))
+            out[unit] = maximum
         else:
             out[unit] = largest(x[at : at + size].view(np.int32), Q(0), size)

@@ -33,13 +33,13 @@ def encode(
 
     A new residual that is not finite becomes zero.
     """
-    for i, plan in enumerate(segments.plans):
+    for i, layout in enumerate(segments.layouts):
         target = wire_of(wire, segments, i)
-        if not plan.numel:
-            empty(target, plan)
+        if not layout.numel:
+            empty(target, layout)
             continue
         held = held_of(residual, segments, i)
-        _encode(p, row_of(x, segments.starts[i], plan.numel), target, segments, i, draw, held)
+        _encode(p, row_of(x, segments.starts[i], layout.numel), target, segments, i, draw, held)
 
 
 def _encode(
@@ -51,13 +51,13 @@ def _encode(
     draw: Draw | None,
     held: Tensor | None,
 ) -> None:
-    plan = segments.plans[i]
-    assert isinstance(plan, WireLayout)
+    layout = segments.layouts[i]
+    assert isinstance(layout, WireLayout)
     words = None
     if p.mode == STOCHASTIC:
         assert draw is not None
         words = key(draw, segments.tensors[i])
-    block_reference.encode(p, x, wire, plan, words, held, segments.rows[i])
+    block_reference.encode(p, x, wire, layout, words, held, segments.rows[i])
     if held is not None:
         torch.nan_to_num_(held, 0.0, 0.0, 0.0)
 
@@ -69,9 +69,9 @@ def decode(
 
     It is NaN if a wire has another tag.
     """
-    for i, plan in enumerate(segments.plans):
-        if plan.numel:
-            row_of(out, segments.starts[i], plan.numel).copy_(
+    for i, layout in enumerate(segments.layouts):
+        if layout.numel:
+            row_of(out, segments.starts[i], layout.numel).copy_(
                 _sum(p, wires, segments, i, weight, count, stride)
             )
 
@@ -79,15 +79,15 @@ def decode(
 def _sum(
     p: BlockParams | None, wires: Tensor, segments: Segments, i: int, weight: float, count: int, stride: int
 ) -> Tensor:
-    plan, total = segments.plans[i], None
+    layout, total = segments.layouts[i], None
     for k in range(count):
         wire = wire_of(wires, segments, i, k * stride)
-        if isinstance(plan, SignLayout):
-            values = onebit_reference.decode(wire, plan, weight)
+        if isinstance(layout, SignLayout):
+            values = onebit_reference.decode(wire, layout, weight)
         else:
             assert p is not None
-            values = block_reference.decode(p, wire, plan, weight)
-        values = block_reference.guard(wire, plan.tag, values)
+            values = block_reference.decode(p, wire, layout, weight)
+        values = block_reference.guard(wire, layout.tag, values)
         total = values if total is None else total + values
     assert total is not None
     return total
@@ -108,10 +108,10 @@ def reduce(  # noqa: PLR0913
 
     Without a residual they start from zero, so they are never -0.
     """
-    for i, plan in enumerate(segments.plans):
+    for i, layout in enumerate(segments.layouts):
         target = wire_of(out, segments, i)
-        if not plan.numel:
-            empty(target, plan)
+        if not layout.numel:
+            empty(target, layout)
             continue
         total = _sum(p, wires, segments, i, weight, count, stride)
         held = held_of(residual, segments, i)
@@ -122,19 +122,19 @@ def onebit_encode(
     x: Tensor, wire: Tensor, segments: Segments, threshold: str, residual: Tensor | None
 ) -> None:
     """As `encode`, with one bit per element."""
-    for i, plan in enumerate(segments.plans):
-        assert isinstance(plan, SignLayout)
+    for i, layout in enumerate(segments.layouts):
+        assert isinstance(layout, SignLayout)
         target = wire_of(wire, segments, i)
-        if not plan.numel:
-            empty(target, plan)
+        if not layout.numel:
+            empty(target, layout)
             continue
         held = held_of(residual, segments, i)
-        row = row_of(x, segments.starts[i], plan.numel)
-        _onebit(row, target, plan, threshold, held)
+        row = row_of(x, segments.starts[i], layout.numel)
+        _onebit(row, target, layout, threshold, held)
 
 
-def _onebit(row: Tensor, wire: Tensor, plan: SignLayout, threshold: str, held: Tensor | None) -> None:
-    onebit_reference.encode(row, wire, plan, threshold, held)
+def _onebit(row: Tensor, wire: Tensor, layout: SignLayout, threshold: str, held: Tensor | None) -> None:
+    onebit_reference.encode(row, wire, layout, threshold, held)
     if held is not None:
         torch.nan_to_num_(held, 0.0, 0.0, 0.0)
 
@@ -143,9 +143,9 @@ def onebit_decode(
     wires: Tensor, out: Tensor, segments: Segments, weight: float, count: int, stride: int
 ) -> None:
     """As `decode`, with one bit per element."""
-    for i, plan in enumerate(segments.plans):
-        if plan.numel:
-            row_of(out, segments.starts[i], plan.numel).copy_(
+    for i, layout in enumerate(segments.layouts):
+        if layout.numel:
+            row_of(out, segments.starts[i], layout.numel).copy_(
                 _sum(None, wires, segments, i, weight, count, stride)
             )
 
@@ -161,15 +161,15 @@ def onebit_reduce(
     residual: Tensor | None,
 ) -> None:
     """As `reduce`, with one bit per element."""
-    for i, plan in enumerate(segments.plans):
-        assert isinstance(plan, SignLayout)
+    for i, layout in enumerate(segments.layouts):
+        assert isinstance(layout, SignLayout)
         target = wire_of(out, segments, i)
-        if not plan.numel:
-            empty(target, plan)
+        if not layout.numel:
+            empty(target, layout)
             continue
         total = _sum(None, wires, segments, i, weight, count, stride)
         held = held_of(residual, segments, i)
-        _onebit(total + 0.0 if held is None else total, target, plan, threshold, held)
+        _onebit(total + 0.0 if held is None else total, target, layout, threshold, held)
 
 
 def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor:
@@ -177,11 +177,11 @@ def magnitudes(x: Tensor, segments: Segments, residual: Tensor | None) -> Tensor
 
     All NaN have one pattern, because devices produce different patterns when they add to NaN.
     """
-    patterns = torch.zeros(len(segments.plans), dtype=torch.int32, device=x.device)
-    for i, plan in enumerate(segments.plans):
-        row = row_of(x, segments.starts[i], plan.numel)
+    patterns = torch.zeros(len(segments.layouts), dtype=torch.int32, device=x.device)
+    for i, layout in enumerate(segments.layouts):
+        row = row_of(x, segments.starts[i], layout.numel)
         held = held_of(residual, segments, i)
-        if plan.numel:
+        if layout.numel:
             u = row.float() if held is None else row.float() + held
             patterns[i] = (u.view(torch.int32) & 0x7FFFFFFF).amax()
     return patterns.masked_fill_(patterns > INFINITY, CANONICAL_NAN)
@@ -192,15 +192,15 @@ def row_of(x: Tensor, at: int, numel: int) -> Tensor:
 
 
 def held_of(residual: Tensor | None, segments: Segments, i: int) -> Tensor | None:
-    return None if residual is None else row_of(residual, segments.held[i], segments.plans[i].numel)
+    return None if residual is None else row_of(residual, segments.held[i], segments.layouts[i].numel)
 
 
 def wire_of(wires: Tensor, segments: Segments, i: int, at: int = 0) -> Tensor:
-    at, nbytes = at + segments.wires[i], segments.plans[i].nbytes
+    at, nbytes = at + segments.wires[i], segments.layouts[i].nbytes
     return wires[at : at + nbytes].view(1, nbytes)
 
 
-def empty(wire: Tensor, plan: WireLayout | SignLayout) -> None:
+def empty(wire: Tensor, layout: WireLayout | SignLayout) -> None:
     """Write the tag of a segment without elements."""
-    if plan.nbytes >= 4:
-        wire[:, -4:].view(torch.int32)[:] = (plan.tag + (1 << 31)) % (1 << 32) - (1 << 31)
+    if layout.nbytes >= 4:
+        wire[:, -4:].view(torch.int32)[:] = (layout.tag + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -35,19 +35,19 @@ def reduction_holds(p: BlockParams, kind: Kind, step: int) -> bool:
     return _remembered(p, "reducing", kind, step, partial(_try_reduce, p, kind, step))
 
 
-def signs_hold(plan: SignLayout, kind: Kind, step: int) -> bool:
+def signs_hold(layout: SignLayout, kind: Kind, step: int) -> bool:
     """Whether encoding such a vector in one bit gives the reference's bytes."""
-    return _remembered(plan, "encoding", kind, step, partial(_try_signs, plan, kind, step))
+    return _remembered(layout, "encoding", kind, step, partial(_try_signs, layout, kind, step))
 
 
-def unsigned_hold(plan: SignLayout, kind: Kind, step: int) -> bool:
+def unsigned_hold(layout: SignLayout, kind: Kind, step: int) -> bool:
     """Whether decoding one bit into such a vector gives the reference's numbers."""
-    return _remembered(plan, "decoding", kind, step, partial(_try_unsigned, plan, kind, step))
+    return _remembered(layout, "decoding", kind, step, partial(_try_unsigned, layout, kind, step))
 
 
-def signs_reduce(plan: SignLayout, kind: Kind, step: int) -> bool:
+def signs_reduce(layout: SignLayout, kind: Kind, step: int) -> bool:
     """Whether reducing such wires of one bit gives the reference's bytes."""
-    return _remembered(plan, "reducing", kind, step, partial(_try_resigned, plan, kind, step))
+    return _remembered(layout, "reducing", kind, step, partial(_try_resigned, layout, kind, step))
 
 
 def _remembered(
@@ -107,11 +107,11 @@ def _try_reduce(p: BlockParams, kind: Kind, step: int) -> bool:
     return _alike(actual, out, left, residual)
 
 
-def _try_signs(plan: SignLayout, kind: Kind, step: int) -> bool:
+def _try_signs(layout: SignLayout, kind: Kind, step: int) -> bool:
     from thinwire.kernels import segment_cuda
 
     dtype, aligned, held, device = kind
-    segments, x, wire = _sign_sample(plan, step)
+    segments, x, wire = _sign_sample(layout, step)
     x = x.to(dtype)
     residual = None if held is None else 0.25 * x.float().flip(0)
     actual, left = wire.to(device, copy=True), None
@@ -119,31 +119,31 @@ def _try_signs(plan: SignLayout, kind: Kind, step: int) -> bool:
         left = selftest.placed(residual, held, device)
     moved = selftest.placed(x, aligned, device)
     segment_cuda.run_signs(segment_cuda.signer(kind, segments), moved, actual, left)
-    segment_reference.onebit_encode(x.float(), wire, segments, _threshold(plan), residual)
+    segment_reference.onebit_encode(x.float(), wire, segments, _threshold(layout), residual)
     return _alike(actual, wire, left, residual)
 
 
-def _try_unsigned(plan: SignLayout, kind: Kind, step: int) -> bool:
+def _try_unsigned(layout: SignLayout, kind: Kind, step: int) -> bool:
     from thinwire.kernels import segment_cuda
 
-    segments, wires, stride = _sign_wires(plan, step, kind[2])
+    segments, wires, stride = _sign_wires(layout, step, kind[2])
     run = partial(segment_cuda.run_decode, segment_cuda.unsigner(kind, segments))
     return _decodes_alike(run, segment_reference.onebit_decode, segments, wires, stride, kind)
 
 
-def _try_resigned(plan: SignLayout, kind: Kind, step: int) -> bool:
+def _try_resigned(layout: SignLayout, kind: Kind, step: int) -> bool:
     from thinwire.kernels import segment_cuda
 
     held, count, device = kind
-    segments, wires, stride = _sign_wires(plan, step, count)
-    _, x, out = _sign_sample(plan, step)
+    segments, wires, stride = _sign_wires(layout, step, count)
+    _, x, out = _sign_sample(layout, step)
     residual = None if held is None else 0.25 * x
     actual, left = out.to(device, copy=True), None
     if residual is not None:
         left = selftest.placed(residual, held, device)
     ready = segment_cuda.resigner(kind, segments)
     segment_cuda.run_reduce(ready, wires.to(device), actual, left, (stride >> 2, count, WEIGHT))
-    reduce = partial(segment_reference.onebit_reduce, wires, out, segments, _threshold(plan))
+    reduce = partial(segment_reference.onebit_reduce, wires, out, segments, _threshold(layout))
     reduce(WEIGHT, count, stride, residual)
     return _alike(actual, out, left, residual)
 
@@ -172,20 +172,22 @@ def _alike(there: Tensor, wire: Tensor, left: Tensor | None, residual: Tensor | 
 # Samples
 
 
-def _segments(plans: list[WireLayout] | list[SignLayout], step: int) -> Segments:
+def _segments(layouts: list[WireLayout] | list[SignLayout], step: int) -> Segments:
     """Return segments that start at odd multiples of a step, with gaps between them."""
-    starts = list(accumulate((-(-plan.numel // step) // 2 * 2 + 4 for plan in plans), initial=1))
-    places = tuple(step * at for at in starts[: len(plans)])
-    wires = tuple(accumulate((plan.nbytes + 8 for plan in plans), initial=4))[: len(plans)]
-    return Segments(tuple(plans), places, wires, places, tuple(range(7, 7 + len(plans))), (2,) * len(plans))
+    starts = list(accumulate((-(-layout.numel // step) // 2 * 2 + 4 for layout in layouts), initial=1))
+    places = tuple(step * at for at in starts[: len(layouts)])
+    wires = tuple(accumulate((layout.nbytes + 8 for layout in layouts), initial=4))[: len(layouts)]
+    return Segments(
+        tuple(layouts), places, wires, places, tuple(range(7, 7 + len(layouts))), (2,) * len(layouts)
+    )
 
 
 def _numel(segments: Segments) -> int:
-    return segments.starts[-1] + segments.plans[-1].numel + 5
+    return segments.starts[-1] + segments.layouts[-1].numel + 5
 
 
 def _nbytes(segments: Segments) -> int:
-    return segments.wires[-1] + segments.plans[-1].nbytes + 16
+    return segments.wires[-1] + segments.layouts[-1].nbytes + 16
 
 
 def _sizes(block: int) -> tuple[int, ...]:
@@ -194,20 +196,20 @@ def _sizes(block: int) -> tuple[int, ...]:
 
 def _sample(p: BlockParams, step: int) -> tuple[Segments, Tensor, Tensor]:
     """Return segments, a vector, and memory for wires (with scales, if encoding expects them)."""
-    segments = _segments([selftest.sample_plan(p, numel) for numel in _sizes(p.block)], step)
+    segments = _segments([selftest.sample_layout(p, numel) for numel in _sizes(p.block)], step)
     x, wire = _vector(segments, p.block or 512), _memory(segments)
-    for i, plan in enumerate(segments.plans):
+    for i, layout in enumerate(segments.layouts):
         if p.rule == FILLED:
-            assert isinstance(plan, WireLayout)
-            selftest.fill(p, segment_reference.wire_of(wire, segments, i), plan)
+            assert isinstance(layout, WireLayout)
+            selftest.fill(p, segment_reference.wire_of(wire, segments, i), layout)
     return segments, x, wire
 
 
-def _sign_sample(plan: SignLayout, step: int) -> tuple[Segments, Tensor, Tensor]:
-    scaled = plan.low_at < 0
-    plans = [selftest.sample_signs(plan.block, numel, scaled) for numel in _sizes(plan.block)]
-    segments = _segments(plans, step)
-    return segments, _vector(segments, plan.block), _memory(segments)
+def _sign_sample(layout: SignLayout, step: int) -> tuple[Segments, Tensor, Tensor]:
+    scaled = layout.low_at < 0
+    layouts = [selftest.sample_signs(layout.block, numel, scaled) for numel in _sizes(layout.block)]
+    segments = _segments(layouts, step)
+    return segments, _vector(segments, layout.block), _memory(segments)
 
 
 def _memory(segments: Segments) -> Tensor:
@@ -216,8 +218,8 @@ def _memory(segments: Segments) -> Tensor:
 
 def _vector(segments: Segments, block: int) -> Tensor:
     x = torch.zeros(_numel(segments))
-    for at, plan in zip(segments.starts, segments.plans, strict=True):
-        x[at : at + plan.numel] = selftest.numbers(1, plan.numel, block)[0]
+    for at, layout in zip(segments.starts, segments.layouts, strict=True):
+        x[at : at + layout.numel] = selftest.numbers(1, layout.numel, block)[0]
     return x
 
 
@@ -231,14 +233,14 @@ def _wires(p: BlockParams, step: int, count: int) -> tuple[Segments, Tensor, int
     return segments, wires, wire.numel()
 
 
-def _sign_wires(plan: SignLayout, step: int, count: int) -> tuple[Segments, Tensor, int]:
-    segments, x, wire = _sign_sample(plan, step)
+def _sign_wires(layout: SignLayout, step: int, count: int) -> tuple[Segments, Tensor, int]:
+    segments, x, wire = _sign_sample(layout, step)
     wires = wire.repeat(count)
     for k in range(count):
         target = wires[k * wire.numel() :]
-        segment_reference.onebit_encode(x.roll(31 * k), target, segments, _threshold(plan), None)
+        segment_reference.onebit_encode(x.roll(31 * k), target, segments, _threshold(layout), None)
     return segments, wires, wire.numel()
 
 
-def _threshold(plan: SignLayout) -> str:
-    return "sign" if plan.low_at < 0 else "zero"
+def _threshold(layout: SignLayout) -> str:
+    return "sign" if layout.low_at < 0 else "zero"

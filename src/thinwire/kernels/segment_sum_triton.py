@@ -17,7 +17,7 @@ the same numbers and round alike: the product once, the sum once.
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import _NAN
+from thinwire.kernels.common_triton import _NAN
 from thinwire.kernels.number_triton import (
     _blocks,
     _get_scale,
@@ -25,14 +25,14 @@ from thinwire.kernels.number_triton import (
     _to_values,
 )
 from thinwire.kernels.tile_triton import (
+    _INTERPRETED,
+    FLOAT,
+    GRID,
     _byte_offsets,
     _get_codes,
-    _INTERPRETED,
     _load,
     _offsets,
     _spread,
-    FLOAT,
-    GRID,
 )
 
 CODES, BITS, LANES, E4M3FN, E5M2 = range(5)

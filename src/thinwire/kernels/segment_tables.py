@@ -81,22 +81,24 @@ def _kept(segments: Segments, key: tuple[Any, ...], make: Callable[[], Tensor]) 
 def _table(segments: Segments, step: int) -> Tensor:
     """Return a table with a line for each segment; see `segment_triton`."""
     lines = []
-    for i, plan in enumerate(segments.plans):
+    for i, layout in enumerate(segments.layouts):
         inside = (
-            (plan.low_at, plan.high_at) if isinstance(plan, SignLayout) else (plan.scales_at, plan.extra_at)
+            (layout.low_at, layout.high_at)
+            if isinstance(layout, SignLayout)
+            else (layout.scales_at, layout.extra_at)
         )
-        places = [segments.wires[i], *inside, plan.nbytes - 4]
+        places = [segments.wires[i], *inside, layout.nbytes - 4]
         wire, scales, extra, tag_at = (place // 4 for place in places)
         start, held = segments.starts[i] // step, segments.held[i] // step
         names = (segments.tensors[i], segments.rows[i])
-        lines.append((start, held, wire, plan.numel, scales, extra, tag_at, plan.tag, *names))
+        lines.append((start, held, wire, layout.numel, scales, extra, tag_at, layout.tag, *names))
     return torch.tensor(lines, dtype=torch.int64)
 
 
 def _tiles(segments: Segments, tile: int) -> Tensor:
     """Return each program's segment and tile; segments without elements have a tile for their tag."""
-    numels = np.array([plan.numel for plan in segments.plans], np.int64)
-    tagged = np.array([plan.nbytes >= 4 for plan in segments.plans], np.int64)
+    numels = np.array([layout.numel for layout in segments.layouts], np.int64)
+    tagged = np.array([layout.nbytes >= 4 for layout in segments.layouts], np.int64)
     counts = np.maximum(-(-numels // tile), tagged)
     segment = np.repeat(np.arange(numels.size), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)

@@ -22,16 +22,16 @@ from thinwire.kernels.block_triton import (
     _finish,
 )
 from thinwire.kernels.onebit_triton import _onebit_encode
+from thinwire.kernels.segment_sum_triton import _sum, _sum_signs
 from thinwire.kernels.tile_triton import (
     _GRID,
+    _STOCHASTIC,
     _load,
     _load_floats,
     _offsets,
     _philox_wide,
-    _STOCHASTIC,
     _store,
 )
-from thinwire.kernels.segment_sum_triton import _sum, _sum_signs
 
 _FIELDS = tl.constexpr(10)
 _START, _HELD, _WIRE, _NUMEL, _SCALES, _EXTRA, _TAG_AT, _TAG, _TENSOR, _ROW = (tl.constexpr(i) for i in range(10))
@@ -200,26 +200,26 @@ def reduce_kernel(
 
 
 @triton.jit
-def _largest(u, found):
+def _largest(u, maximum):
     magnitude = u.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(tl.max(magnitude, axis=1), axis=0)
-    tl.atomic_max(found, tl.where(top > 0x7F800000, 0x7FC00000, top), sem="relaxed")
+    tl.atomic_max(maximum, tl.where(top > 0x7F800000, 0x7FC00000, top), sem="relaxed")
 
 
 @triton.jit
-def magnitudes_kernel(x, residual, found, table, tiles, STEP: tl.constexpr, RESIDUAL: tl.constexpr, L: tl.constexpr):
-    """Write each segment's largest magnitude to `found`, which must start as zeros.
+def magnitudes_kernel(x, residual, maxima, table, tiles, STEP: tl.constexpr, RESIDUAL: tl.constexpr, L: tl.constexpr):
+    """Write each segment's largest magnitude to `maxima`, which must start as zeros.
 
     Tiles of a segment update one element; a maximum does not depend on their order.
     """
     TILE: tl.constexpr = L[3]
     line, place = _place(table, tiles, TILE)
     x, residual = _elements(x, line, place, _START, STEP), _elements(residual, line, place, _HELD, STEP)
-    found += tl.load(tiles + tl.program_id(0)) & 0xFFFFFFFF
+    maxima += tl.load(tiles + tl.program_id(0)) & 0xFFFFFFFF
     if place[2] >= TILE:
-        _largest(_taken(x, residual, place[2], RESIDUAL, L, True), found)
+        _largest(_taken(x, residual, place[2], RESIDUAL, L, True), maxima)
     else:
-        _largest(_taken(x, residual, place[2], RESIDUAL, L, False), found)
+        _largest(_taken(x, residual, place[2], RESIDUAL, L, False), maxima)
 
 
 # One bit per element

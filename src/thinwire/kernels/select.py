@@ -136,32 +136,32 @@ class Places:
         return torch.arange(self.at.shape[1], device=self.at.device) < self.count.unsqueeze(1)
 
 
-def write(wire: Tensor, places: Places, plan: IndexLayout) -> None:
+def write(wire: Tensor, places: Places, layout: IndexLayout) -> None:
     """Write places, and the number of real ones, to wires."""
     if places.count is not None:
         count = places.count.to(torch.int32).unsqueeze(1)
-        wire[:, plan.count_at : plan.count_at + 4] = count.view(torch.uint8)
-    packed = block_reference.pack(places.at, plan.bits)
-    wire[:, plan.indices_at : plan.indices_at + packed.shape[1]] = packed
+        wire[:, layout.count_at : layout.count_at + 4] = count.view(torch.uint8)
+    packed = block_reference.pack(places.at, layout.bits)
+    wire[:, layout.indices_at : layout.indices_at + packed.shape[1]] = packed
 
 
-def read(wire: Tensor, plan: IndexLayout) -> Places:
+def read(wire: Tensor, layout: IndexLayout) -> Places:
     """Read places and mark rows with invalid ones; on a GPU these rows get valid places instead."""
-    at = block_reference.unpack(wire[:, plan.indices_at :], plan.k, plan.bits)
-    fine = at < plan.numel
+    at = block_reference.unpack(wire[:, layout.indices_at :], layout.k, layout.bits)
+    fine = at < layout.numel
     fine[:, 1:] &= at[:, 1:] > at[:, :-1]
     bad, count = torch.zeros_like(fine[:, 0]), None
-    if plan.count_at >= 0:
-        held = wire[:, plan.count_at : plan.count_at + 4].contiguous().view(torch.int32)[:, 0]
+    if layout.count_at >= 0:
+        held = wire[:, layout.count_at : layout.count_at + 4].contiguous().view(torch.int32)[:, 0]
         count = held.long() & reference.MASK32
-        bad = count > plan.k
-        count = count.clamp(max=plan.k)
+        bad = count > layout.k
+        count = count.clamp(max=layout.k)
         real = Places(at, count).real
         fine |= ~real
         at = torch.where(real, at, 0)
     bad |= ~fine.all(1)
     if wire.device.type != "cpu":
-        at = torch.where(bad.unsqueeze(1), torch.arange(plan.k, device=at.device), at)
+        at = torch.where(bad.unsqueeze(1), torch.arange(layout.k, device=at.device), at)
     return Places(at, count, bad)
 
 
@@ -282,7 +282,7 @@ def _bisected_row(row: Array, k: int, rounds: int, chosen: Array) -> int:
     mean = np.float32(total) / np.float32(row.size) * (np.float32(1) / one) * (np.float32(1) / other)
     mean = min(np.float32(mean), top.view(np.float32))
     over, lower = select_numba.bisect(rank, mean, top.view(np.float32), rounds)
-    whole = _Found(row) if lower < candidates.edge else candidates
+    whole = _Candidates(row) if lower < candidates.edge else candidates
     return _take(whole, np.int32(over), np.int32(lower), chosen)
 
 
@@ -294,7 +294,7 @@ def _reaching_row(row: Array, threshold: float, chosen: Array) -> int:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Candidates:
     """All elements of a row from pattern `edge` on; `places` is None if that is the whole row."""
 
     patterns: Array
@@ -302,10 +302,10 @@ class _Found:
     edge: int = 0
 
 
-def _narrow(row: Array, k: int) -> _Found:
+def _narrow(row: Array, k: int) -> _Candidates:
     """Return elements that include the k largest; the whole row if sampling does not pay off."""
     if row.size < WORTH_SAMPLING or 8 * k > row.size:
-        return _Found(row)
+        return _Candidates(row)
     sampled = np.empty(row.size // (select_numba.SPAN * select_numba.SAMPLED) * select_numba.SPAN, np.int32)
     select_numba.sample(row, sampled)
     expected = k / select_numba.SAMPLED
@@ -313,9 +313,9 @@ def _narrow(row: Array, k: int) -> _Found:
     edge = np.int32(select_numba.kth_largest(sampled, rank))
     parts = _by_part(row.size, partial(_gather, row, edge, 2 * select_numba.SAMPLED * rank))
     if any(part is None for part in parts):
-        return _Found(row)
+        return _Candidates(row)
     patterns, places = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return _Found(patterns, places, int(edge)) if patterns.size >= k else _Found(row)
+    return _Candidates(patterns, places, int(edge)) if patterns.size >= k else _Candidates(row)
 
 
 def _gather(row: Array, edge: np.int32, room: int, part: slice) -> tuple[Array, Array] | None:
@@ -324,11 +324,12 @@ def _gather(row: Array, edge: np.int32, room: int, part: slice) -> tuple[Array, 
     return None if count < 0 else (patterns[:count], places[:count])
 
 
-def _take(found: _Found, over: np.int32, lower: np.int32, chosen: Array) -> int:
-    left = chosen.size - sum(_by_part(found.patterns.size, partial(_count_above, found.patterns, over)))
-    count = int(select_numba.take(found.patterns, over, lower, left, chosen))
-    if found.places is not None:
-        chosen[:] = found.places[chosen]
+def _take(candidates: _Candidates, over: np.int32, lower: np.int32, chosen: Array) -> int:
+    patterns = candidates.patterns
+    left = chosen.size - sum(_by_part(patterns.size, partial(_count_above, patterns, over)))
+    count = int(select_numba.take(patterns, over, lower, left, chosen))
+    if candidates.places is not None:
+        chosen[:] = candidates.places[chosen]
     return count
 
 

@@ -137,19 +137,19 @@ def _room(u: Tensor, rows: int, cells: int, slots: int, share: int) -> tuple[Ten
 # The wire
 
 
-def send(u: Tensor, places: Places, wire: Tensor, plan: IndexLayout, *, keep: bool) -> Tensor | None:
+def send(u: Tensor, places: Places, wire: Tensor, layout: IndexLayout, *, keep: bool) -> Tensor | None:
     """Write places, count and tag to wires, and plain values; return values that are not plain, [rows, k].
 
     With `keep`, plain values are subtracted from u.
     """
     rows, k = places.at.shape
-    sent = wire if plan.plain else torch.empty((rows, k), device=u.device)
+    sent = wire if layout.plain else torch.empty((rows, k), device=u.device)
     count = places.at if places.count is None else places.count
-    places_at = (plan.count_at, plan.indices_at, plan.values_at)
-    numbers = (plan.numel, k, plan.nbytes, *places_at, plan.tag, plan.bits, -(-k // WIRE_BLOCK))
-    shape = {"COUNTED": places.count is not None, "PLAIN": plan.plain, "KEEP": keep}
+    places_at = (layout.count_at, layout.indices_at, layout.values_at)
+    numbers = (layout.numel, k, layout.nbytes, *places_at, layout.tag, layout.bits, -(-k // WIRE_BLOCK))
+    shape = {"COUNTED": places.count is not None, "PLAIN": layout.plain, "KEEP": keep}
     _launch("send_kernel", rows * numbers[-1], u, places.at, count, wire, sent, *numbers, **shape)
-    return None if plan.plain else sent
+    return None if layout.plain else sent
 
 
 def settle(u: Tensor, places: Places, arrived: Tensor) -> None:
@@ -162,26 +162,26 @@ def settle(u: Tensor, places: Places, arrived: Tensor) -> None:
 
 
 def receive(
-    wire: Tensor, out: Tensor, plan: IndexLayout, arrived: Tensor | None, weight: float, *, add: bool
+    wire: Tensor, out: Tensor, layout: IndexLayout, arrived: Tensor | None, weight: float, *, add: bool
 ) -> None:
     """Write values to their places in rows of zeros, or add them to `out`; NaN if the wire is invalid.
 
     `arrived` are the weighted values, [rows, k]; None if they are plain.
     """
     rows, n = out.shape
-    blocks = -(-plan.k // WIRE_BLOCK)
+    blocks = -(-layout.k // WIRE_BLOCK)
     checks = min(blocks, CHECKS)
     flags = torch.empty((rows, checks), dtype=torch.int32, device=wire.device)
-    numbers = (n, plan.k, plan.nbytes, plan.count_at, plan.indices_at)
-    shape = {"COUNTED": plan.count_at >= 0}
-    _launch("check_kernel", rows * checks, wire, flags, *numbers, plan.tag, plan.bits, checks, **shape)
+    numbers = (n, layout.k, layout.nbytes, layout.count_at, layout.indices_at)
+    shape = {"COUNTED": layout.count_at >= 0}
+    _launch("check_kernel", rows * checks, wire, flags, *numbers, layout.tag, layout.bits, checks, **shape)
     share = min(-(-n // FILL_BLOCK), max(1, PROGRAMS // rows))
     stride = n if rows > 1 else 0  # 0 tells the compiler that the row is aligned
     fill = (out, flags, n, stride, share, checks)
     _launch("fill_kernel", rows * share, *fill, ADD=add, PROGRAMS=CHECKS, BLOCK=FILL_BLOCK)
     tensors = (wire, flags, out if arrived is None else arrived.contiguous(), out)
     scaled = {"PLAIN": arrived is None, "SCALED": weight != 1, "ADD": add, "PROGRAMS": CHECKS}
-    rest = (plan.values_at, weight, plan.bits, blocks, checks)
+    rest = (layout.values_at, weight, layout.bits, blocks, checks)
     _launch("put_kernel", rows * blocks, *tensors, *numbers, *rest, **shape, **scaled)
 
 

@@ -18,7 +18,7 @@ result, so no program waits for another, and the host waits for none. Counts are
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import _INFINITY
+from thinwire.kernels.common_triton import _INFINITY
 from thinwire.kernels.select_triton import (
     _BISECTED,
     _MAGNITUDE,
@@ -144,9 +144,9 @@ def top_kernel(u, info, n, programs, CELL: tl.constexpr):
     top = tl.zeros([_BLOCK], tl.int32)
     for cell in range(first, last):
         size = _length(n, cell, CELL)
-        here = u + row * n + _wide(cell) * CELL
+        start_of_cell = u + row * n + _wide(cell) * CELL
         for start in range(0, CELL, _BLOCK):
-            m = _patterns(here, start, size)
+            m = _patterns(start_of_cell, start, size)
             top = tl.maximum(top, tl.where(m < _INFINITY, m, 0))
     tl.atomic_max(info + row * _INFO + _TOP, tl.max(top, 0), sem="relaxed")
 
@@ -168,11 +168,11 @@ def gather_kernel(
     sizes = tl.zeros([_COLUMNS], tl.int64)
     for cell in range(first, last):
         kept = 0
-        here = u + row * n + _wide(cell) * CELL
+        start_of_cell = u + row * n + _wide(cell) * CELL
         mine = slots + (row * cells + cell) * room
         size = _length(n, cell, CELL)
         for start in range(0, CELL, _BLOCK):
-            m = _patterns(here, start, size)
+            m = _patterns(start_of_cell, start, size)
             keep = m > floor
             at_floor += _by_thread(m == floor)
             if KIND == _BISECTED:
@@ -216,21 +216,21 @@ def _state(info, bins, rank, number, FIRST: tl.constexpr, KIND: tl.constexpr):
     """
     if FIRST:
         more, at, low = tl.load(info + _ABOVE_FLOOR), tl.load(info + _AT_FLOOR), tl.load(info + _LOW)
-        found = (more < rank) & (more + at >= rank)
+        known = (more < rank) & (more + at >= rank)
         if KIND == _REACHING:
-            found |= tl.load(info + _REACHED) <= rank
-        low = tl.where(found, tl.load(info + _FLOOR), tl.where(more < rank, 0, low))
-        return found.to(tl.int32), low, tl.where(more < rank, 31 - _BIN_BITS, tl.load(info + _SHIFT))
+            known |= tl.load(info + _REACHED) <= rank
+        low = tl.where(known, tl.load(info + _FLOOR), tl.where(more < rank, 0, low))
+        return known.to(tl.int32), low, tl.where(more < rank, 31 - _BIN_BITS, tl.load(info + _SHIFT))
     else:
         before = info + _STATE + 4 * (number - 1)
-        found, low, shift = tl.load(before), tl.load(before + 1), tl.load(before + 2)
-        if found == 0:
+        known, low, shift = tl.load(before), tl.load(before + 1), tl.load(before + 2)
+        if known == 0:
             above = tl.load(info + _ABOVE + (number - 1))
             wrong = above >= rank
             low = tl.where(wrong, 0, low + (_bin_of(bins + (number - 1) * _BINS, above, rank) << shift))
-            found = tl.where(wrong, 0, (shift == 0).to(tl.int32))
+            known = tl.where(wrong, 0, (shift == 0).to(tl.int32))
             shift = tl.where(wrong, 31 - _BIN_BITS, tl.maximum(shift - _BIN_BITS, 0))
-        return found, low, shift
+        return known, low, shift
 
 
 @triton.jit
@@ -268,20 +268,20 @@ def bins_kernel(
     info += row * _INFO
     bins += row * (_PASSES * _BINS)
     cells = (n + (CELL - 1)) // CELL
-    found, low, shift = _state(info, bins, rank, number, FIRST, KIND)
+    known, low, shift = _state(info, bins, rank, number, FIRST, KIND)
     if program == 0:
-        tl.store(info + _STATE + 4 * number, found)
+        tl.store(info + _STATE + 4 * number, known)
         tl.store(info + _STATE + 4 * number + 1, low)
         tl.store(info + _STATE + 4 * number + 2, shift)
-    if found == 0:
+    if known == 0:
         short = tl.load(info + _ABOVE_FLOOR) + tl.load(info + _AT_FLOOR) < rank
         beyond, at_low = tl.zeros([_COLUMNS], tl.int32), tl.zeros([_COLUMNS], tl.int32)
         for cell in range(first, last):
             whole, size = _size(counts + row * cells, n, cell, room, short, SLOTS, CELL)
-            here = u + row * n + _wide(cell) * CELL
+            start_of_cell = u + row * n + _wide(cell) * CELL
             mine = slots + (row * cells + cell) * room
             for start in range(0, size, _BLOCK):
-                m, at = _block(here, mine, start, size, whole)
+                m, at = _block(start_of_cell, mine, start, size, whole)
                 place = (m - low) >> shift
                 inside = (m >= low) & (place < _BINS)
                 tl.atomic_add(bins + number * _BINS + place, 1, mask=inside & (place > 0), sem="relaxed")
@@ -300,7 +300,7 @@ def count_kernel(
     row, program, first, last = _share(n, programs, CELL)
     info += row * _INFO
     cells = (n + (CELL - 1)) // CELL
-    found, edge, shift = _state(info, bins + row * (_PASSES * _BINS), rank, _PASSES, False, KIND)
+    known, edge, shift = _state(info, bins + row * (_PASSES * _BINS), rank, _PASSES, False, KIND)
     reached, top = tl.load(info + _REACHED), tl.load(info + _TOP)
     over, lower = _chosen(edge, reached, top, tl.load(total + row), k, reach, rounds, numel, KIND)
     if program == 0:
@@ -311,10 +311,10 @@ def count_kernel(
     above, band = tl.zeros([_COLUMNS], tl.int32), tl.zeros([_COLUMNS], tl.int32)
     for cell in range(first, last):
         whole, size = _size(counts + row * cells, n, cell, room, needed, SLOTS, CELL)
-        here = u + row * n + _wide(cell) * CELL
+        start_of_cell = u + row * n + _wide(cell) * CELL
         mine = slots + (row * cells + cell) * room
         for start in range(0, size, _BLOCK):
-            m, at = _block(here, mine, start, size, whole)
+            m, at = _block(start_of_cell, mine, start, size, whole)
             above += _by_thread(m > over)
             band += _by_thread((m >= lower) & (m <= over))
     tl.store(sums + 2 * (row * programs + program), tl.sum(above, 0))
@@ -345,10 +345,10 @@ def write_kernel(
     for cell in range(first, last):
         needed = (over < floor) | ((lower <= floor) & (at_band < left))
         whole, size = _size(counts + row * cells, n, cell, room, needed, SLOTS, CELL)
-        here = u + row * n + _wide(cell) * CELL
+        start_of_cell = u + row * n + _wide(cell) * CELL
         mine = slots + (row * cells + cell) * room
         for start in range(0, size, _BLOCK):
-            m, at = _block(here, mine, start, size, whole)
+            m, at = _block(start_of_cell, mine, start, size, whole)
             is_above = m > over
             is_band = (m >= lower) & (m <= over)
             before_above, more_above = _number(is_above)

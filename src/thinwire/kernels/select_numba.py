@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.format_numba import INFINITY, MAGNITUDE, F, I, U, _as_float, _as_int, inline, jit
+from thinwire.kernels.common_numba import INFINITY, MAGNITUDE, F, I, U, _as_float, _as_int, inline, jit
 
 BLOCK, EIGHT = 1024, 8  # elements marked at a time; marks tested together
 SPAN = 16  # one cache line
@@ -29,16 +29,16 @@ def kth_largest(bits: Any, k: Any) -> Any:
         shift, size = LEVELS[level]
         first <<= 10
         _histogram(bits, U(first), U(shift), U(size), tables)
-        found = size - 1
-        while found > 0:
-            here = 0
+        bin = size - 1
+        while bin > 0:
+            in_bin = 0
             for lane in range(LANES):
-                here += tables[lane, found]
-            if above + here >= k:
+                in_bin += tables[lane, bin]
+            if above + in_bin >= k:
                 break
-            above += here
-            found -= 1
-        first += found
+            above += in_bin
+            bin -= 1
+        first += bin
     return I(first)
 
 
@@ -98,10 +98,10 @@ def count_above(bits: Any, over: Any) -> Any:
     count = 0
     for start in range(0, bits.size, 4096):
         part = bits[start : start + 4096]
-        here = I0
+        in_part = I0
         for j in range(part.size):
-            here = I(here + I(I(part[j] & MAGNITUDE) > over))
-        count += int(here)
+            in_part = I(in_part + I(I(part[j] & MAGNITUDE) > over))
+        count += int(in_part)
     return count
 
 
@@ -145,12 +145,12 @@ def whole_sum(bits: Any, one: Any, other: Any) -> Any:
     total = 0
     for start in range(0, bits.size, SUM_SPAN):
         part = bits[start : start + SUM_SPAN]
-        here = I0
+        in_part = I0
         for j in range(part.size):
             m = I(part[j] & MAGNITUDE)
             size = _as_float(m if m < INFINITY else I0)
-            here = I(here + I(F(np.rint(F(F(size * one) * other)))))
-        total += int(here)
+            in_part = I(in_part + I(F(np.rint(F(F(size * one) * other)))))
+        total += int(in_part)
     return total
 
 

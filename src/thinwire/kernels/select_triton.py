@@ -8,7 +8,7 @@ chosen bracket of patterns (see `select`), and writes the places.
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import _INFINITY
+from thinwire.kernels.common_triton import _INFINITY
 
 LARGEST, BISECTED, REACHING = range(3)
 
@@ -86,9 +86,9 @@ def short_kernel(
     """Select in ROWS rows of up to WIDTH elements, at most 2**15; `rank` is k, or k + 1 for bisection."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, WIDTH)[None, :]
-    here = (row[:, None] < rows) & (i < n)
-    m = tl.load(u + row[:, None] * n + i, mask=here, other=0) & _MAGNITUDE
-    m = tl.where(here, m, -1)
+    valid = (row[:, None] < rows) & (i < n)
+    m = tl.load(u + row[:, None] * n + i, mask=valid, other=0) & _MAGNITUDE
+    m = tl.where(valid, m, -1)
     edge = tl.zeros([ROWS], tl.int32)
     for place in range(31):
         bit = edge | (1 << (30 - place))
@@ -113,7 +113,7 @@ def short_kernel(
     taken = above | (band & (in_band < left))
     at = (before & 0xFFFF) + tl.minimum(in_band, left)
     tl.store(
-        places + row[:, None] * k + at, tl.broadcast_to(i.to(tl.int64), (ROWS, WIDTH)), mask=taken & here
+        places + row[:, None] * k + at, tl.broadcast_to(i.to(tl.int64), (ROWS, WIDTH)), mask=taken & valid
     )
     if KIND == _REACHING:
         full = (sums & 0xFFFF) + tl.minimum(sums >> 16, k - (sums & 0xFFFF))

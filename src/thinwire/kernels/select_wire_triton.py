@@ -9,8 +9,8 @@ share it: they are in the cache.
 import triton
 import triton.language as tl
 
+from thinwire.kernels.common_triton import _NAN
 from thinwire.kernels.params import GROUP
-from thinwire.kernels.format_triton import _NAN
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -60,33 +60,33 @@ def _pack(places, wire, start, k, bits, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _narrow(wire, j, here, PART: tl.constexpr):
+def _narrow(wire, j, mask, PART: tl.constexpr):
     """Read a part that shares bytes."""
     COLUMNS: tl.constexpr = 8 * PART
-    byte = tl.load(wire + j // _GROUP * COLUMNS + j % COLUMNS, mask=here, other=0).to(tl.int32)
+    byte = tl.load(wire + j // _GROUP * COLUMNS + j % COLUMNS, mask=mask, other=0).to(tl.int32)
     return (byte >> (j % _GROUP // COLUMNS * PART)) & ((1 << PART) - 1)
 
 
 @triton.jit
-def _place(wire, j, here, k, bits):
+def _place(wire, j, mask, k, bits):
     """Return the j-th place as int32, of 31 bits at most."""
     groups = (k + (_GROUP - 1)) // _GROUP
-    found = tl.zeros(j.shape, tl.int32)
+    index = tl.zeros(j.shape, tl.int32)
     if bits & 16 != 0:
-        found = tl.load(wire.to(tl.pointer_type(tl.uint16)) + j, mask=here, other=0).to(tl.int32)
+        index = tl.load(wire.to(tl.pointer_type(tl.uint16)) + j, mask=mask, other=0).to(tl.int32)
         wire += (k + 1) // 2 * 4
     if bits & 8 != 0:
-        found |= tl.load(wire + j, mask=here, other=0).to(tl.int32) << (bits - bits % 16)
+        index |= tl.load(wire + j, mask=mask, other=0).to(tl.int32) << (bits - bits % 16)
         wire += (k + 3) // 4 * 4
     if bits & 4 != 0:
-        found |= _narrow(wire, j, here, 4) << (bits - bits % 8)
+        index |= _narrow(wire, j, mask, 4) << (bits - bits % 8)
         wire += groups * 32
     if bits & 2 != 0:
-        found |= _narrow(wire, j, here, 2) << (bits - bits % 4)
+        index |= _narrow(wire, j, mask, 2) << (bits - bits % 4)
         wire += groups * 16
     if bits & 1 != 0:
-        found |= _narrow(wire, j, here, 1) << (bits - 1)
-    return found
+        index |= _narrow(wire, j, mask, 1) << (bits - 1)
+    return index
 
 
 @triton.jit
@@ -158,8 +158,8 @@ def unpack_kernel(wire, places, k, nbytes, bits, blocks, BLOCK: tl.constexpr):
     """Unpack places as int64."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    found = _place(wire + row * nbytes, j, j < k, k, bits)
-    tl.store(places + row * k + j, found.to(tl.int64), mask=j < k)
+    index = _place(wire + row * nbytes, j, j < k, k, bits)
+    tl.store(places + row * k + j, index.to(tl.int64), mask=j < k)
 
 
 @triton.jit

@@ -105,25 +105,25 @@ def remembered(
 def _try_encode(p: BlockParams, variant: Variant) -> bool:
     from thinwire.kernels import block_cuda
 
-    x, wire, plan = _sample(p, 1 if variant.rows_aligned else 2)
+    x, wire, layout = _sample(p, 1 if variant.rows_aligned else 2)
     x = x.to(variant.dtype).float()
     residual = 0.25 * x.flip(1)
     actual, held = wire.to(variant.device, copy=True), variant.residual(residual)
-    block_cuda._encode(p, variant.rows(x), actual, plan, KEY, held)
-    block_reference.encode(p, x, wire, plan, KEY, None if held is None else residual)
+    block_cuda._encode(p, variant.rows(x), actual, layout, KEY, held)
+    block_reference.encode(p, x, wire, layout, KEY, None if held is None else residual)
     return torch.equal(actual.cpu(), wire) and (held is None or torch.equal(held.cpu(), residual))
 
 
 def _try_reduce(p: BlockParams, count: int, device: torch.device) -> bool:
     from thinwire.kernels import block_cuda
 
-    x, wire, plan = _sample(p, 2)
+    x, wire, layout = _sample(p, 2)
     wires = wire.repeat(count, 1, 1)
     for k in range(count):
-        block_reference.encode(p, x.roll(31 * k, 1), wires[k], plan, KEY)
+        block_reference.encode(p, x.roll(31 * k, 1), wires[k], layout, KEY)
     actual = wire.to(device, copy=True)
-    block_cuda._reduce(p, wires.to(device), actual, plan, 0.5, KEY)
-    block_reference.reduce(p, wires, wire, plan, 0.5, KEY)
+    block_cuda._reduce(p, wires.to(device), actual, layout, 0.5, KEY)
+    block_reference.reduce(p, wires, wire, layout, 0.5, KEY)
     return torch.equal(actual.cpu(), wire)
 
 
@@ -131,26 +131,26 @@ def _try_signs(block: int, threshold: str, variant: Variant) -> bool:
     from thinwire.kernels import block_cuda
 
     rows, numel = 1 if variant.rows_aligned else 2, 3 * max(block, 1024) + 200
-    plan = sample_signs(block, numel, threshold == "sign")
+    layout = sample_signs(block, numel, threshold == "sign")
     x = numbers(rows, numel, block).to(variant.dtype).float()
-    wire, residual = torch.zeros((rows, plan.nbytes), dtype=torch.uint8), 0.25 * x.flip(1)
+    wire, residual = torch.zeros((rows, layout.nbytes), dtype=torch.uint8), 0.25 * x.flip(1)
     actual, held = wire.to(variant.device, copy=True), variant.residual(residual)
-    block_cuda._onebit_encode(variant.rows(x), actual, plan, held)
-    onebit_reference.encode(x, wire, plan, threshold, None if held is None else residual)
+    block_cuda._onebit_encode(variant.rows(x), actual, layout, held)
+    onebit_reference.encode(x, wire, layout, threshold, None if held is None else residual)
     return torch.equal(actual.cpu(), wire) and (held is None or torch.equal(held.cpu(), residual))
 
 
 def _sample(p: BlockParams, rows: int) -> tuple[Tensor, Tensor, WireLayout]:
     """Return rows, their wires (with scales, if encoding expects them), and the layout."""
     numel = 3 * max(p.block, 1024) + 200
-    plan = sample_plan(p, numel)
-    wire = torch.zeros((rows, plan.nbytes), dtype=torch.uint8)
+    layout = sample_layout(p, numel)
+    wire = torch.zeros((rows, layout.nbytes), dtype=torch.uint8)
     if p.rule == FILLED:
-        fill(p, wire, plan)
-    return numbers(rows, numel, p.block or numel), wire, plan
+        fill(p, wire, layout)
+    return numbers(rows, numel, p.block or numel), wire, layout
 
 
-def sample_plan(p: BlockParams, numel: int) -> WireLayout:
+def sample_layout(p: BlockParams, numel: int) -> WireLayout:
     """Return the layout of a sample wire."""
     codes, blocks = packed_nbytes(numel, p.element.bits), p.blocks(numel)
     extra = codes + -(-blocks * SCALE_NBYTES[p.store] // 4) * 4
@@ -164,13 +164,13 @@ def sample_signs(block: int, numel: int, scaled: bool) -> SignLayout:
     return SignLayout(numel, block, high + 4 * blocks + 4, -1 if scaled else at, high, 5)
 
 
-def fill(p: BlockParams, wire: Tensor, plan: WireLayout) -> None:
+def fill(p: BlockParams, wire: Tensor, layout: WireLayout) -> None:
     """Write different scales to the wires of rows."""
-    rows, blocks = wire.shape[0], p.blocks(plan.numel)
+    rows, blocks = wire.shape[0], p.blocks(layout.numel)
     scale = 2.0 ** (torch.arange(rows * blocks).view(rows, blocks) % 5).float()
     one = torch.ones((rows, 1))
-    block_reference._put(wire, plan.extra_at, block_reference._as_bytes(one))
-    block_reference._put(wire, plan.scales_at, block_reference.store_scales(p, scale, one))
+    block_reference._put(wire, layout.extra_at, block_reference._as_bytes(one))
+    block_reference._put(wire, layout.scales_at, block_reference.store_scales(p, scale, one))
 
 
 def numbers(rows: int, numel: int, block: int) -> Tensor:

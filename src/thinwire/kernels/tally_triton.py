@@ -15,9 +15,9 @@ def tally_kernel(x_ptr, y_ptr, bounds_ptr, row_ptr, numel, BLOCK: tl.constexpr):
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(first, numel, step):
         at = start + tl.arange(0, BLOCK)
-        here = at < numel
-        x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + at, mask=here, other=0.0).to(tl.float32)
+        valid = at < numel
+        x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + at, mask=valid, other=0.0).to(tl.float32)
         finite = tl.abs(x) < float("inf")
         kept = tl.abs(y) < float("inf")
         lost += (finite & (kept == 0)).to(tl.int32)

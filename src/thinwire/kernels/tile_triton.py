@@ -23,11 +23,7 @@ FOLD, columns are numbered so that these are neighbours as well, and a thread ha
 import triton
 import triton.language as tl
 
-from thinwire.kernels.format_triton import (
-    _NAN,
-    _ROUNDS,
-    _STREAM_BLOCK,
-)
+from thinwire.kernels.common_triton import _NAN, _ROUNDS, _STREAM_BLOCK
 from thinwire.kernels.params import (
     ABSMAX,
     BFLOAT16,
@@ -170,7 +166,7 @@ def _store(pointers, value, mask, FULL: tl.constexpr):
 
 @triton.jit
 def _philox_wide(low, high, k0, k1, k2, k3):
-    """As `format_triton._philox`, with 64-bit products."""
+    """As `common_triton._philox`, with 64-bit products."""
     a, b, c, d = low, high, tl.zeros_like(low) + k2, tl.zeros_like(low) + k3
     for _ in tl.static_range(_ROUNDS):
         p, q = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57

@@ -40,7 +40,7 @@ class Gpus:
     and LOCAL_RANK is 0 on all, as with torchrun's --virtual-local-rank. So `set_device(LOCAL_RANK)` works.
     """
 
-    found: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]
     per_node: int
     world: int
     chosen: bool = True  #: whether the ranks will use them; else they may
@@ -49,16 +49,16 @@ class Gpus:
     @property
     def shared(self) -> bool:
         """Whether a GPU has several ranks."""
-        return self.world > len(self.found)
+        return self.world > len(self.gpus)
 
     def of(self, rank: int) -> int:
-        """Return the index of a rank's GPU in `found`."""
-        return rank % len(self.found)
+        """Return the index of a rank's GPU in `gpus`."""
+        return rank % len(self.gpus)
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return a rank's variables: LOCAL_RANK, and its list of GPUs if that differs from all of them."""
         node, local = divmod(rank, self.per_node)
-        if self.per_node > len(self.found):
+        if self.per_node > len(self.gpus):
             mine, variables = [self.of(rank)], {"LOCAL_RANK": "0"}
         else:
             first = node * self.per_node
@@ -66,13 +66,13 @@ class Gpus:
                 [self.of(first + each) for each in range(self.per_node)],
                 {"LOCAL_RANK": str(local)},
             )
-        if mine != list(range(len(self.found))):
-            variables[VISIBLE] = ",".join(self.found[each].token for each in mine)
+        if mine != list(range(len(self.gpus))):
+            variables[VISIBLE] = ",".join(self.gpus[each].token for each in mine)
         return variables
 
     def __str__(self) -> str:
-        names = list(dict.fromkeys(each.name for each in self.found))
-        what = f"{len(self.found) if len(self.found) > 1 else 'one'} {' and '.join(names)}"
+        names = list(dict.fromkeys(each.name for each in self.gpus))
+        what = f"{len(self.gpus) if len(self.gpus) > 1 else 'one'} {' and '.join(names)}"
         if not self.shared:
             return f"{what}, one for each rank" if self.world > 1 else what
         absent = self.mps.startswith(NONE)
@@ -82,7 +82,7 @@ class Gpus:
         """Return plain data, for JSON."""
         return {
             "device": "cuda" if self.chosen else "auto",
-            "gpus": [each.name for each in self.found],
+            "gpus": [each.name for each in self.gpus],
             "gpu_of_rank": [self.of(rank) for rank in range(self.world)],
             "gpu_shared": self.shared,
             "mps": self.mps or "not needed",

@@ -118,14 +118,14 @@ def receive(address: str, port: int, streams: int = 1) -> tuple[int, float]:
     return sum(counts), max(ends) - min(starts)
 
 
-def _receive(connection: socket.socket, found: list[tuple[int, float, float]]) -> None:
+def _receive(connection: socket.socket, received: list[tuple[int, float, float]]) -> None:
     with connection:
         buffer, nbytes = bytearray(CHUNK_NBYTES), 0
         connection.recv_into(buffer)
         start = time.monotonic()
         while got := connection.recv_into(buffer):
             nbytes += got
-        found.append((nbytes, start, time.monotonic()))
+        received.append((nbytes, start, time.monotonic()))
 
 
 def main() -> None:

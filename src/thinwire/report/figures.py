@@ -265,16 +265,16 @@ def prediction(setting: Plain, look: dict[str, Plain]) -> Plain:
     }  # fmt: skip
 
 
-def _dots(kind: str, found: list[tuple[str, Plain | None]], ink: list[str]) -> Plain:
+def _dots(kind: str, values: list[tuple[str, Plain | None]], ink: list[str]) -> Plain:
     return {
         "type": "scatter",
         "mode": "markers",
         "name": kind,
         "showlegend": False,
-        "y": [name for name, _ in found],
-        "x": [None if each is None else 1e3 * each["mean"] for _, each in found],
+        "y": [name for name, _ in values],
+        "x": [None if each is None else 1e3 * each["mean"] for _, each in values],
         "marker": {**DOTS[kind], "color": ink},
-        "customdata": [text.NOTHING if each is None else text.seconds(each["mean"]) for _, each in found],
+        "customdata": [text.NOTHING if each is None else text.seconds(each["mean"]) for _, each in values],
         "hovertemplate": f"<b>%{{y}}</b> {kind} %{{customdata}}<extra></extra>",
     }
 

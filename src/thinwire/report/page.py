@@ -201,9 +201,9 @@ def _summary_row(entry: Plain, style: dict[str, str]) -> str:
     return f'<tr><th scope="row">{name}</th>{cells}{equal}<td>{len(entry["seeds"])}</td></tr>'
 
 
-def _value(found: Plain | None) -> str:
+def _value(estimate: Plain | None) -> str:
     """Return the number of a cell with all digits."""
-    return "" if found is None else repr(found["mean"])
+    return "" if estimate is None else repr(estimate["mean"])
 
 
 def swatch(style: dict[str, str]) -> str:

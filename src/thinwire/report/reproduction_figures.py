@@ -209,16 +209,16 @@ def _seeds(part: Plain, rows: Sequence[Plain], axis: Scale) -> Plain:
     }  # fmt: skip
 
 
-def _printed(found: Mapping[str, float], numbers: Mapping[str, int], axis: Scale) -> Plain:
+def _printed(differences: Mapping[str, float], numbers: Mapping[str, int], axis: Scale) -> Plain:
     return {
         "type": "scatter",
         "mode": "markers",
         "name": "paper",
-        "x": [axis.place(each) for each in found.values()],
-        "y": [numbers[name] for name in found],
+        "x": [axis.place(each) for each in differences.values()],
+        "y": [numbers[name] for name in differences],
         "marker": {"color": PAPER, "symbol": "diamond-open", "size": 14, "line": {"width": 2}},
-        "text": [_safe(name) for name in found],
-        "customdata": [text.minus(f"{each:+.2f}") for each in found.values()],
+        "text": [_safe(name) for name in differences],
+        "customdata": [text.minus(f"{each:+.2f}") for each in differences.values()],
         "hovertemplate": "<b>%{text}</b><br>in the paper: %{customdata}<extra></extra>",
     }
 
@@ -313,12 +313,12 @@ def curves(part: Plain, records: Sequence[Record], y: str) -> Plain:
     }  # fmt: skip
 
 
-def _shown(base: str, found: Mapping[str, Sequence[tuple[int, float | None]]]) -> list[float] | None:
+def _shown(base: str, curves: Mapping[str, Sequence[tuple[int, float | None]]]) -> list[float] | None:
     """Return the range of accuracies to draw, if some arms end so low that they would squeeze the others."""
-    last = {name: each[-1][1] or 0.0 for name, each in found.items() if each}
+    last = {name: each[-1][1] or 0.0 for name, each in curves.items() if each}
     enough = last.get(base, max(last.values(), default=0.0)) / 2
     near = [
-        value for name, each in found.items() if last.get(name, 0.0) >= enough for _, value in each if value
+        value for name, each in curves.items() if last.get(name, 0.0) >= enough for _, value in each if value
     ]
     if not near or all(value >= enough for value in last.values()):
         return None
@@ -348,15 +348,15 @@ def highest_loss(part: Plain, records: Sequence[Record]) -> float:
     return CUT * max(own or every or [1.0])
 
 
-def _line(name: str, found: Sequence[tuple[int, float | None]], style: Mapping[str, str], y: str) -> Plain:
+def _line(name: str, points: Sequence[tuple[int, float | None]], style: Mapping[str, str], y: str) -> Plain:
     shown = ".1%" if y == "accuracy" else ".3f"
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": _safe(name),
         "meta": {"codec": name},
-        "x": [step for step, _ in found],
-        "y": [value for _, value in found],
+        "x": [step for step, _ in points],
+        "y": [value for _, value in points],
         "line": {"color": style["colour"], "width": 2, "dash": style["dash"]},
         "marker": {"color": style["colour"], "symbol": style["symbol"], "size": 6},
         "hovertemplate": f"<b>{_safe(name)}</b><br>{y} %{{y:{shown}}}<br>step %{{x}}<extra></extra>",

@@ -29,7 +29,7 @@ MARKS = {
     judge.MISSING: ("not run", "M-.6 0H.6"),
 }
 BY = {"paper": "claimed by the paper", "errors": "expected from rounding errors", "us": "our own check"}
-SHEETS = ("page.css", "papers.css")
+SHEETS = ("page.css", "reproductions.css")
 VERDICT = judge.HEADER.index("verdict")
 VALUES = {1: "accuracy", 2: "difference"}  #: columns whose cells carry all digits of their number
 

@@ -132,8 +132,8 @@ def _seeds(runs: Sequence[Record], value: Callable[[Record], float]) -> dict[int
     return {run.trial.seed: value(run) for run in runs}
 
 
-def _plain(found: Estimate | None) -> Plain | None:
-    return None if found is None else asdict(found)
+def _plain(value: Estimate | None) -> Plain | None:
+    return None if value is None else asdict(value)
 
 
 def _mean(values: Iterable[float]) -> Plain | None:

@@ -8,21 +8,21 @@ from thinwire.study.statistics import Estimate
 
 #: Heading of a column, the entry of page data it shows, and how. A phone shows the first few.
 COLUMNS: tuple[tuple[str, str, Callable[[Estimate], str]], ...] = (
-    ("speed-up", "run_speedup", lambda found: text.times(found.mean)),
+    ("speed-up", "run_speedup", lambda value: text.times(value.mean)),
     ("final accuracy", "accuracy", text.percent),
     ("points from fp32", "difference", text.points),
-    ("bytes per step", "sent_nbytes_per_step", lambda found: text.nbytes(found.mean)),
-    ("compression", "ratio", lambda found: text.times(found.mean)),
-    ("whole run", "run_s", lambda found: text.seconds(found.mean)),
-    ("steady step", "step_s", lambda found: text.seconds(found.mean)),
-    ("its speed-up", "speedup", lambda found: text.times(found.mean)),
+    ("bytes per step", "sent_nbytes_per_step", lambda value: text.nbytes(value.mean)),
+    ("compression", "ratio", lambda value: text.times(value.mean)),
+    ("whole run", "run_s", lambda value: text.seconds(value.mean)),
+    ("steady step", "step_s", lambda value: text.seconds(value.mean)),
+    ("its speed-up", "speedup", lambda value: text.times(value.mean)),
 )
 HEADER = ("codec", *(heading for heading, _, _ in COLUMNS), "replicas identical", "seeds")
 NOTE = (
     "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean ± 95 % Student interval over "
-    "equal seeds. Compression: bytes of fp32 over those sent. Whole run: all steps of training, those too in "
-    "which auto measures. Steady step: the median of a run. Speed-up: time of fp32 over that of the codec "
-    "at equal seeds, of the whole run and of a steady step."
+    "equal seeds. Compression: the bytes of fp32 divided by the bytes that were sent. Whole run: all steps "
+    "of training, including those in which auto measures. Steady step: the median of a run. Speed-up: the "
+    "time of fp32 divided by the time of the codec at equal seeds, for the whole run and for a steady step."
 )
 
 

@@ -62,28 +62,28 @@ def times(value: float) -> str:
     return f"{short(value)}{TIMES}"
 
 
-def percent(found: Estimate) -> str:
+def percent(value: Estimate) -> str:
     """A share and, over several seeds, its standard deviation.
 
     >>> percent(Estimate(3, 0.9123, 0.0041)), percent(Estimate(1, 0.9123))
     ('91.2 ± 0.4 %', '91.2 %')
     """
-    if not math.isfinite(found.mean):
+    if not math.isfinite(value.mean):
         return "not finite"
-    spread = "" if found.deviation is None else f" ± {100 * found.deviation:.1f}"
-    return f"{100 * found.mean:.1f}{spread} %"
+    spread = "" if value.deviation is None else f" ± {100 * value.deviation:.1f}"
+    return f"{100 * value.mean:.1f}{spread} %"
 
 
-def points(found: Estimate) -> str:
+def points(value: Estimate) -> str:
     """A difference of two shares and, over several seeds, its 95 % interval.
 
     >>> points(Estimate(3, -0.0012, 0.001, 0.0031)), points(Estimate(1, 0.0))
     ('−0.12 ± 0.31', '0.00')
     """  # noqa: RUF002
-    if not math.isfinite(found.mean):
+    if not math.isfinite(value.mean):
         return "not finite"
-    margin = "" if found.margin is None else f" ± {100 * found.margin:.2f}"
-    return f"{signed(100 * found.mean)}{margin}"
+    margin = "" if value.margin is None else f" ± {100 * value.margin:.2f}"
+    return f"{signed(100 * value.mean)}{margin}"
 
 
 def signed(value: float) -> str:

@@ -18,7 +18,7 @@ from thinwire.codecs.own import identity
 from thinwire.errors import CodecError, InputError, ScheduleError
 from thinwire.formats import Format
 from thinwire.rounding import Stream
-from thinwire.runtimes.checks import check, check_name, check_written, listed
+from thinwire.runtimes.checks import check_name, check_written, listed
 from thinwire.runtimes.job import Call, Job
 from thinwire.runtimes.plan import Ranks, ReducePlan
 from thinwire.schedules import Item, RankContext, Schedule
@@ -118,18 +118,18 @@ def all_reduce_job(
     codec: AnyCodec,
     op: object,
     schedule: str | Schedule,
-    here: Endpoint,
+    endpoint: Endpoint,
     name: str | Sequence[str] = "tensor",
     rng: Stream | None = None,
 ) -> Job:
-    """Return the job of an all-reduce on one rank, from a caller's arguments."""
-    planned = reduction_of(tensors, codec, op, schedule, here, name)
-    return planned.job(tensors, stream_for(planned, rng, here))
+    """Return the job of an all-reduce on one rank, from a caller's arguments; it has called `check`."""
+    planned = reduction_of(tensors, codec, op, schedule, endpoint, name)
+    return planned.job(tensors, stream_for(planned, rng, endpoint))
 
 
-def stream_for(found: Reduction, rng: Stream | None, here: Endpoint) -> Stream | None:
+def stream_for(reduction: Reduction, rng: Stream | None, endpoint: Endpoint) -> Stream | None:
     """Return the random stream of an all-reduce, where it needs one."""
-    return stream_of(rng, here) if found.plan.call.random or rng is not None else None
+    return stream_of(rng, endpoint) if reduction.plan.call.random or rng is not None else None
 
 
 def reduction_of(
@@ -137,26 +137,28 @@ def reduction_of(
     codec: AnyCodec,
     op: object,
     schedule: str | Schedule,
-    here: Endpoint,
+    endpoint: Endpoint,
     name: str | Sequence[str] = "tensor",
 ) -> Reduction:
-    """Return the reduction for a caller's arguments: a new one, or that of an earlier call."""
-    device = check(tensors)
+    """Return the reduction for a caller's arguments: a new one, or that of an earlier call.
+
+    The caller has called `check` for the tensors.
+    """
     check_written(tensors)
     check_name(name)
     if not isinstance(codec, str | Codec | Channel | Format):
         get_codec(codec)  # raises an error that says what a codec is
 
     def make() -> Reduction:
-        return reduction(tensors, codec, op, schedule, here, name)
+        return reduction(tensors, codec, op, schedule, endpoint, name)
 
-    if here.plans is None or not isinstance(schedule, str):
+    if endpoint.plans is None or not isinstance(schedule, str):
         return make()
     codec_key = id(codec) if isinstance(codec, Channel) else codec
     names = name if isinstance(name, str) else tuple(name)
     shapes = tuple(x.shape for x in tensors)
-    key = codec_key, shapes, tensors[0].dtype, device, is_mean(op), schedule, names
-    return here.plans.find(key, codec, make)
+    key = codec_key, shapes, tensors[0].dtype, tensors[0].device, is_mean(op), schedule, names
+    return endpoint.plans.find(key, codec, make)
 
 
 def reduction(
@@ -164,16 +166,16 @@ def reduction(
     codec: AnyCodec,
     op: object,
     schedule: str | Schedule,
-    here: Endpoint,
+    endpoint: Endpoint,
     name: str | Sequence[str],
 ) -> Reduction:
     """Make the plan of an all-reduce of tensors of these shapes."""
     channel, dtype, device = channel_of(codec), tensors[0].dtype, tensors[0].device
     channels, turned = zip(*(for_shape(channel, tuple(x.shape)) for x in tensors), strict=True)
-    chosen = schedule_of(schedule, channels[0].codec, sum(x.numel() for x in tensors), here.world)
+    chosen = schedule_of(schedule, channels[0].codec, sum(x.numel() for x in tensors), endpoint.world)
     for each in channels:
         schedules.get(chosen, each.codec)
-    ranks_per_node = ranks_per_node_of(chosen, here.world, here.ranks_per_node)
+    ranks_per_node = ranks_per_node_of(chosen, endpoint.world, endpoint.ranks_per_node)
     direct = dtype == torch.float32 or (
         chosen.batched and all(each.codec.reads(dtype, device) for each in channels)
     )
@@ -190,8 +192,9 @@ def reduction(
         detail += f", shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
     call = call_of("all_reduce", tensors, channel, chosen.spec, detail + named(name))
     call = replace(call, random=any(each.codec.needs_rng for each in channels))
-    ranks, weight = Ranks(here.rank, here.world, ranks_per_node), 1.0 / here.world if is_mean(op) else 1.0
-    plan = ReducePlan(items, chosen, ranks, call, weight=weight, together=here.together)
+    ranks = Ranks(endpoint.rank, endpoint.world, ranks_per_node)
+    weight = 1.0 / endpoint.world if is_mean(op) else 1.0
+    plan = ReducePlan(items, chosen, ranks, call, weight=weight, together=endpoint.together)
     return Reduction(plan, turned, direct, joined)
 
 
@@ -227,7 +230,7 @@ def channel_of(codec: AnyCodec) -> Channel:
     return Channel(resolved)
 
 
-def stream_of(rng: Stream | None, here: Endpoint) -> Stream:
+def stream_of(rng: Stream | None, endpoint: Endpoint) -> Stream:
     """Return this rank's random stream; by default, one for the number of the call.
 
     Schedules set the tensor's name of a stream; the name in the caller's stream becomes part of the seed.
@@ -235,8 +238,8 @@ def stream_of(rng: Stream | None, here: Endpoint) -> Stream:
     if rng is not None and not isinstance(rng, Stream):
         raise CodecError(f"rng must be a thinwire.Stream, not {type(rng).__name__}")
     if rng is None:
-        return Stream(0, step=here.number, rank=here.rank)
-    return replace(rng.apart(), rank=here.rank)
+        return Stream(0, step=endpoint.number, rank=endpoint.rank)
+    return replace(rng.apart(), rank=endpoint.rank)
 
 
 def schedule_of(schedule: str | Schedule, codec: Codec, numel: int, world: int) -> Schedule:
@@ -259,8 +262,8 @@ def ranks_per_node_of(schedule: Schedule, world: int, find: Callable[[], int]) -
     return ranks_per_node
 
 
-def plain_seat(
-    here: Endpoint, codec: AnyCodec, name: str, rng: Stream | None, weight: float = 1.0
+def plain_context(
+    endpoint: Endpoint, codec: AnyCodec, name: str, rng: Stream | None, weight: float = 1.0
 ) -> RankContext:
     """Return the context of a collective in which ranks do not agree on scales first."""
     channel = channel_of(codec)
@@ -269,7 +272,7 @@ def plain_seat(
             f"{channel.codec.spec} needs a scale that all ranks agree on, which only all_reduce supports; "
             "use a codec without one, such as e5m2/128"
         )
-    return RankContext(here.rank, here.world, channel, name, weight, stream_of(rng, here))
+    return RankContext(endpoint.rank, endpoint.world, channel, name, weight, stream_of(rng, endpoint))
 
 
 def call_of(op: str, tensors: Sequence[Tensor], channel: Channel, schedule: str, detail: str) -> Call:

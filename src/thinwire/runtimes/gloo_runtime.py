@@ -34,7 +34,7 @@ class GlooRuntime(GroupRuntime):
     def run(self, job: Job) -> None:
         """Run a job to its end; in this thread if no other call is in flight."""
         self._check()
-        if self._worker.here:
+        if self._worker.is_current_thread:
             raise CommError("a blocking call in a callback would wait for itself; use async_op=True")
         with self._turn:
             if self._worker.idle:

@@ -89,14 +89,13 @@ def all_reduce(
     """
     world, number = len(tensors), next(_CALLS)
     codecs = [codec] * world if isinstance(codec, AnyCodec) else list(codec)
-    run(
-        [
-            all_reduce_job(
-                listed(x), mine, op, schedule, Rank(rank, world, number, ranks_per_node), name, rng
-            )
-            for rank, (x, mine) in enumerate(zip(tensors, codecs, strict=True))
-        ]
-    )
+    jobs = []
+    for rank, (tensor, mine) in enumerate(zip(tensors, codecs, strict=True)):
+        bucket = listed(tensor)
+        check(bucket)
+        endpoint = Rank(rank, world, number, ranks_per_node)
+        jobs.append(all_reduce_job(bucket, mine, op, schedule, endpoint, name, rng))
+    run(jobs)
 
 
 @outside_of_graphs

@@ -184,32 +184,32 @@ class ReducePlan(CallPlan):
         self,
         items: Sequence[Item],
         schedule: Schedule,
-        here: Ranks,
+        ranks: Ranks,
         call: Call,
         *,
         weight: float = 1.0,
         together: int = 0,
     ) -> None:
-        self._here, self._how = here, {"weight": weight, "together": together}
-        numels = [item.numel if here.world > 1 else 0 for item in items]
+        self._ranks, self._how = ranks, {"weight": weight, "together": together}
+        numels = [item.numel if ranks.world > 1 else 0 for item in items]
         shapes = [item.shape or (item.numel,) for item in items]
         groups = spans(numels, [item.codec for item in items], schedule, together=together, shapes=shapes)
         batches = [
             Batch(
                 [part_of(items[span.tensor], span) for span in group],
-                here.rank,
-                here.world,
+                ranks.rank,
+                ranks.world,
                 weight,
-                here.ranks_per_node,
+                ranks.ranks_per_node,
             )
             for group in groups
         ]
-        agreement = Agreement(items if here.world > 1 else (), here.rank, here.world)
+        agreement = Agreement(items if ranks.world > 1 else (), ranks.rank, ranks.world)
         super().__init__(items, schedule, call, batches, agreement)
 
     def like(self, items: Sequence[Item]) -> "ReducePlan":
         """Return the same plan for other items of the same sizes."""
-        return ReducePlan(items, self.schedule, self._here, self.call, **self._how)  # type: ignore[arg-type]
+        return ReducePlan(items, self.schedule, self._ranks, self.call, **self._how)  # type: ignore[arg-type]
 
 
 def part_of(item: Item, span: Span) -> Item:
@@ -244,7 +244,7 @@ class ShardPlan(CallPlan):
         self,
         items: Sequence[Item],
         schedule: Schedule,
-        here: Ranks,
+        ranks: Ranks,
         call: Call,
         row: int,
         *,
@@ -252,8 +252,8 @@ class ShardPlan(CallPlan):
         together: int = 0,
     ) -> None:
         batches = [
-            ShardBatch(group, here.rank, here.world, row, weight)
-            for group in _shard_groups(items, here.world, together)
+            ShardBatch(group, ranks.rank, ranks.world, row, weight)
+            for group in _shard_groups(items, ranks.world, together)
         ]
         super().__init__(items, schedule, call, batches)
 

@@ -74,6 +74,14 @@ def runtime_of(group: dist.ProcessGroup | None, device: torch.device) -> GroupRu
     return _RUNTIMES[used, kind]
 
 
+def start_mean(buffer: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start torch's own all-reduce of a mean, as DDP does: divide first, then add."""
+    buffer.mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     name = group._get_backend(torch.device(device.type)).name().lower()
     if name not in ("gloo", "nccl"):

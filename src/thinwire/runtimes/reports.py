@@ -43,21 +43,21 @@ class Doing:
 class Reports:
     """The ranks' reports of what they were doing, after a failure.
 
-    >>> found = {1: Doing("call 6"), 2: Doing("call 7", 0.1)}
-    >>> print(Reports(Doing("call 7", 4.0), range(4), 0, found))
+    >>> reports = {1: Doing("call 6"), 2: Doing("call 7", 0.1)}
+    >>> print(Reports(Doing("call 7", 4.0), range(4), 0, reports))
      (this rank was at call 7; rank 1 was at call 6; rank 2 came 3.9 s later to the same; no word from rank 3)
     """
 
     mine: Doing
     ranks: Sequence[int]  #: global ranks of the group
     rank: int  #: this rank's global rank
-    found: Mapping[int, Doing] | None  #: reports by rank; None: the store did not answer
+    reports: Mapping[int, Doing] | None  #: reports by rank; None: the store did not answer
 
     def __str__(self) -> str:
-        if self.found is None:
+        if self.reports is None:
             return f" (this rank was at {self.mine.call}; {SILENT})"
-        texts = [self._told(rank, doing) for rank, doing in sorted(self.found.items())]
-        silent = [str(rank) for rank in self.ranks if rank not in self.found and rank != self.rank]
+        texts = [self._told(rank, doing) for rank, doing in sorted(self.reports.items())]
+        silent = [str(rank) for rank in self.ranks if rank not in self.reports and rank != self.rank]
         if silent:
             texts.append(f"no word from rank {', '.join(silent)}")
         return f" (this rank was at {self.mine.call}; {'; '.join(texts)})"
@@ -72,10 +72,10 @@ class Reports:
         """Return the error's text; a rank that closed its connections after its own failure is not gone."""
         if error.peer is None or not error.gone:
             return str(error)
-        if self.found is None:  # it is not known why
+        if self.reports is None:  # it is not known why
             return f"the connection to rank {error.peer} was closed"
         gave_up = f"rank {error.peer} gave up, as a call of its own had failed"
-        return gave_up if error.peer in self.found else str(error)
+        return gave_up if error.peer in self.reports else str(error)
 
 
 def reports(

@@ -4,8 +4,8 @@ The schedule itself runs, for one rank, on tensors without storage, and every ex
 the same size run once. So 70 billion elements on ten thousand ranks take no memory and little time.
 
     >>> from thinwire.runtimes.trace import trace
-    >>> found = trace(1 << 20, "int8/256", 4, "two_shot")
-    >>> found.sent_nbytes, found.exchanges
+    >>> traced = trace(1 << 20, "int8/256", 4, "two_shot")
+    >>> traced.sent_nbytes, traced.exchanges
     (1597464, 2)
 """
 

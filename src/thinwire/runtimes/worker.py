@@ -94,7 +94,7 @@ class Worker:
         return self._put == self._ended
 
     @property
-    def here(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether this is the worker's own thread, that is, a callback of a finished call."""
         return threading.current_thread() is self._thread
 

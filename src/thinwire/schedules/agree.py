@@ -65,8 +65,8 @@ def _by_vector(group: Sequence[Item]) -> list[tuple[int, Segments, list[Item]]]:
 
 def _segments(items: Sequence[Item]) -> Segments:
     nothing = (0,) * len(items)
-    plans = tuple(item.codec.plan(item.numel) for item in items)
-    return Segments(plans, tuple(item.start for item in items), nothing, nothing, nothing, nothing)
+    layouts = tuple(item.codec.layout(item.numel) for item in items)
+    return Segments(layouts, tuple(item.start for item in items), nothing, nothing, nothing, nothing)
 
 
 def _reach(items: Sequence[Item], x: Tensor) -> Tensor | None:

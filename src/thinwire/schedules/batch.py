@@ -271,7 +271,7 @@ def _rows(rows: Sequence[_Row], *, packed: bool = False) -> CodecSegments:
         offsets.append(at)
         at += row.numel
     segments = Segments(
-        tuple(codec.plan(row.numel) for row in rows),
+        tuple(codec.layout(row.numel) for row in rows),
         tuple(offsets) if packed else tuple(row.start for row in rows),
         tuple(row.byte for row in rows),
         tuple(offsets),

@@ -16,6 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
+from thinwire import slots
 from thinwire.channel import Channel
 from thinwire.codecs import Codec
 from thinwire.schedules.batch import Agreed, Batch, Item
@@ -38,9 +39,8 @@ def hierarchical(x: Tensor, context: RankContext, light: Codec) -> Exchanges:
     inner = _inner(context, light)
     for rank, numel in enumerate(sharding.numels):
         if numel:
-            inner.encode(
-                sharding.of(x, rank), f"{context.name}/near/{rank}", out=sharding.wire_of(wires, rank)
-            )
+            held = slots.slot(context.name, slots.near(rank))
+            inner.encode(sharding.of(x, rank), held, out=sharding.wire_of(wires, rank))
     yield AllToAll(wires, sharding.sizes, received, near)
     shard = context.buffer("shard", sharding.numels[place], x, torch.float32)
     if shard.numel():
@@ -49,7 +49,7 @@ def hierarchical(x: Tensor, context: RankContext, light: Codec) -> Exchanges:
             light.decode_add(wire, shard)
     yield from _between(shard, context, place, sharding.start(place))
     if shard.numel():
-        inner.encode(shard, f"{context.name}/near/result", out=sharding.wire_of(wires, place))
+        inner.encode(shard, slots.slot(context.name, slots.RESULT), out=sharding.wire_of(wires, place))
     yield AllGather(wires, sharding.sizes, near)
     for rank, numel in enumerate(sharding.numels):
         if numel:
@@ -65,7 +65,8 @@ def _between(shard: Tensor, context: RankContext, place: int, start: int) -> Exc
     if taken_early(codec, context.ranks_per_node, 1.0, shared=context.shared is not None) != 1:
         shard *= 1.0 / context.ranks_per_node
         weight *= context.ranks_per_node
-    items = [Item(shard.numel(), context.channel, f"{context.name}/far")] if shard.numel() else []
+    name = slots.slot(context.name, slots.FAR)
+    items = [Item(shard.numel(), context.channel, name)] if shard.numel() else []
     agreed = None
     if context.shared is not None:
         agreed = Agreed({codec.spec: context.shared[codec.agreed_before(start) :]}, {0: 0})

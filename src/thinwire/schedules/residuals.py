@@ -41,8 +41,7 @@ def gradient_residual(
     whole = torch.zeros(numel, device=next(iter(residuals.values())).device)
     for slot, residual in residuals.items():
         start, stage = places[slot]
-        before = slot[: len(slot) - len(stage)]
-        sent = [residuals.get(f"{before}{part}") for part in (slots.SENT, slots.TAIL)]
+        sent = [residuals.get(slots.at_stage(slot, stage, part)) for part in (slots.SENT, slots.TAIL)]
         numels = [0 if each is None else each.numel() for each in sent]
         weight = 1.0
         if stage == slots.TAIL:

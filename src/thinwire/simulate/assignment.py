@@ -126,8 +126,8 @@ def demote(
     """Return stages for every layer: `low` for the largest groups, until these hold `share` of all numbers.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> found = demote(net, torch.zeros(1, 4), share=0.5)
-    >>> [name for name, stages in found.items() if stages == LOW]
+    >>> assigned = demote(net, torch.zeros(1, 4), share=0.5)
+    >>> [name for name, stages in assigned.items() if stages == LOW]
     ['0', '1']
     """
     if not 0 <= share <= 1:
@@ -245,14 +245,14 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield ".".join(part for part in name.split(".") if part != COMPILED) or ROOT, module
 
 
-def _tensors(found: Any) -> list[Tensor]:
-    if isinstance(found, Tensor):
-        return [found]
-    if isinstance(found, Mapping):
-        found = found.values()
-    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+def _tensors(nested: Any) -> list[Tensor]:
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, Mapping):
+        nested = nested.values()
+    if isinstance(nested, str | bytes) or not isinstance(nested, Iterable):
         return []
-    return [x for each in found for x in _tensors(each)]
+    return [x for each in nested for x in _tensors(each)]
 
 
 def _storage(x: Tensor) -> int:

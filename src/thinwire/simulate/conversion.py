@@ -178,9 +178,9 @@ def _makes_numbers(module: nn.Module) -> bool:
     return leaf and type(module).__module__.startswith("torch.nn.") and not isinstance(module, QUIET)
 
 
-def _places(found: list[tuple[str, nn.Module]]) -> dict[str, tuple[str, ...]]:
+def _places(modules: list[tuple[str, nn.Module]]) -> dict[str, tuple[str, ...]]:
     """Return which layers with products are first and last; one may be both."""
-    names = [name for name, module in found if isinstance(module, PRODUCTS) and not layers.refusal(module)]
+    names = [name for name, module in modules if isinstance(module, PRODUCTS) and not layers.refusal(module)]
     ends = {"first": names[:1], "last": names[-1:]}
     return {name: tuple(end for end, at in ends.items() if name in at) for name in names}
 

@@ -140,13 +140,13 @@ class Counters:
         tally.calls += 1
         return None if (tally.calls - 1) % self.every else tally
 
-    def _add(self, tally: "_Tally", of: Tensor, found: "tuple[int, ...] | Tensor") -> None:
+    def _add(self, tally: "_Tally", of: Tensor, counts: "tuple[int, ...] | Tensor") -> None:
         tally.numbers += of.numel()
-        if not isinstance(found, Tensor):
-            for i, count in enumerate(found):
+        if not isinstance(counts, Tensor):
+            for i, count in enumerate(counts):
                 tally.counts[i] += count
             return
-        self._row(tally, of.device)[: len(tally.kinds)] += found
+        self._row(tally, of.device)[: len(tally.kinds)] += counts
 
     def _row(self, tally: "_Tally", device: torch.device) -> Tensor:
         """Return the row of a tally in a device's table."""

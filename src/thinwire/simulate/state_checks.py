@@ -168,7 +168,7 @@ def _channels(
         channels.append(Channel(spec))
         channels[-1].load_state_dict(state)
         for slot, shape in channels[-1].shapes.items():
-            name, is_start = slots.name_of(slot), slot.endswith(f"/{slots.START}")
+            name, is_start = slots.name_of(slot), slots.is_at(slot, slots.START)
             fits = name in shapes and (is_start or math.prod(shape) <= math.prod(shapes[name]))
             if not fits:
                 raise InputError(

@@ -158,10 +158,10 @@ HEADER = (
 )
 
 
-def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return rows under `HEADER`, from what `result` returned."""
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         accuracy, difference = Estimate(**row["accuracy"]), Estimate(**row["difference"])
         low, high = row["interval"] or (float("nan"), float("nan"))
         compared = (
@@ -181,17 +181,17 @@ def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def title(found: dict[str, Any]) -> str:
+def title(result: dict[str, Any]) -> str:
     """Return what was trained, in one line."""
-    how = found["setting"]
+    how = result["setting"]
     return (
         f"{how['network']} on {how['data']}, {how['hosts']} ranks, {how['steps']} steps of "
-        f"{how['hosts'] * how['batch']} samples, {len(found['seeds'])} seeds"
+        f"{how['hosts'] * how['batch']} samples, {len(result['seeds'])} seeds"
     )
 
 
 NOTE = (
-    "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean over equal seeds. same, near: "
-    "less than a point below fp32 with 95 % confidence (near: lower, but by less than that). lower: below "
-    "fp32 for certain, and it may be by more than a point."
+    "Accuracy: mean ± standard deviation over seeds. Points from fp32: mean over equal seeds. Verdicts, with "
+    "95 % confidence: same: less than a point below fp32. near: below fp32, but by less than a point. lower: "
+    "below fp32, perhaps by more than a point."
 )

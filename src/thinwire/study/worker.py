@@ -288,9 +288,9 @@ def _record(
     )
 
 
-def _layer(name: str, found: dict[str, Any]) -> Layer:
-    measured = [_finite(found[each]) for each in ("error", "snr_db", "residual_norm")]
-    return Layer(name, found["codec"], found["numel"], found["wire_nbytes"], *measured)
+def _layer(name: str, metrics: dict[str, Any]) -> Layer:
+    measured = [_finite(metrics[each]) for each in ("error", "snr_db", "residual_norm")]
+    return Layer(name, metrics["codec"], metrics["numel"], metrics["wire_nbytes"], *measured)
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,5 +1,5 @@
 # ruff: noqa: T201
-"""A script that knows thinwire: it attaches itself, and every rank checkpoints what its handle owes.
+"""A script that knows thinwire: it attaches itself, and every rank checkpoints the residuals of its handle.
 
     thinwire launch --nproc-per-node 2 --max-restarts 2 resume.py FOLDER STEP
 
@@ -42,14 +42,14 @@ def load(folder, rank, **states):
     last = torch.tensor(max(steps, default=0))
     dist.all_reduce(last, dist.ReduceOp.MIN)
     if last:
-        found = torch.load(folder / f"{last}-{rank}.pt", weights_only=True)
+        checkpoint = torch.load(folder / f"{last}-{rank}.pt", weights_only=True)
         for key, each in states.items():
-            each.load_state_dict(found[key])
+            each.load_state_dict(checkpoint[key])
     return int(last)
 
 
 def train(rank, folder=None, fatal=None):
-    """Loss and digest of the parameters and of what is owed, in the end."""
+    """Loss and digest of the parameters and of the residuals, in the end."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5)))
     handle = thinwire.attach(model, "onebit", seed=3)
@@ -67,9 +67,9 @@ def train(rank, folder=None, fatal=None):
         optimizer.step()
         if folder and (step + 1) % EVERY == 0:
             save(folder, rank, step + 1, **states)
-    owed = handle.state_dict()["channels"]["onebit/512+ef"]
-    assert owed
-    return loss.item(), digest([*model.parameters(), *tensors(owed)])
+    residuals = handle.state_dict()["channels"]["onebit/512+ef"]
+    assert residuals
+    return loss.item(), digest([*model.parameters(), *tensors(residuals)])
 
 
 def tensors(state):
@@ -81,8 +81,8 @@ def tensors(state):
             yield value
 
 
-def digest(found):
-    bits = b"".join(each.detach().contiguous().numpy().tobytes() for each in found)
+def digest(held):
+    bits = b"".join(each.detach().contiguous().numpy().tobytes() for each in held)
     return hashlib.sha256(bits).hexdigest()[:16]
 
 

@@ -98,13 +98,13 @@ def _accuracies(runs: Iterable[Record]) -> dict[int, float]:
     return {run.trial.seed: run.accuracy for run in runs}
 
 
-def held(paper: Paper, tables: Sequence[Table], found: Mapping[str, Sequence[Row]]) -> list[Held]:
+def held(paper: Paper, tables: Sequence[Table], rows: Mapping[str, Sequence[Row]]) -> list[Held]:
     """Return the claims about these tables, with verdicts."""
     titled = {table.title: table for table in tables}
     return [
         Held(
             claim.text, claim.table, claim.by,
-            *_judged(claim, titled[claim.table], found[claim.table]),
+            *_judged(claim, titled[claim.table], rows[claim.table]),
             claim.kind, claim.arms,
         )
         for claim in paper.claims
@@ -295,7 +295,7 @@ def columns(lines: Sequence[Sequence[str]]) -> list[int]:
 CLAIMS = ("claim", "by", "found", "verdict")
 
 
-def claims(found: Mapping[str, Any], title: str) -> list[tuple[str, ...]]:
+def claims(result: Mapping[str, Any], title: str) -> list[tuple[str, ...]]:
     """Return the claims of `result` about one of its tables, as lines under `CLAIMS`."""
-    own = [each for each in found["claims"] if each["table"] == title]
+    own = [each for each in result["claims"] if each["table"] == title]
     return [(each["text"], each["by"], each.get("found", ""), each["verdict"]) for each in own]

@@ -85,7 +85,7 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
     if arm.recipe != "fp32":
         simulate.convert(net, arm.recipe, seed=trial.seed, tell=None)
 
-    loss, wire = _loss(table, arm, trial.seed), _wire(arm, table, net)
+    loss, codec = _loss(table, arm, trial.seed), _codec(arm, table, net)
 
     def per_sample(point: simulate.Point) -> simulate.Point:
         """Return the point with the mean loss over a batch."""
@@ -97,7 +97,7 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         images,
         tests=tests,
         nodes=table.nodes,
-        codec=wire,
+        codec=codec,
         schedule=arm.schedule,
         plan=_plan(table),
         optimizer=_optimizer(table, arm, net, trial.seed),
@@ -106,7 +106,7 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
         pure=arm.pure,
         augment=_augment if table.augment else None,
         together=table.together,
-        recorded=cuda_graph.obstacle(torch.device(device), net, loss, wire, arm.schedule) is None,
+        recorded=cuda_graph.obstacle(torch.device(device), net, loss, codec, arm.schedule) is None,
         seed=trial.seed,
         device=device,
         tell=None if tell is None else lambda point: tell(per_sample(point)),
@@ -115,7 +115,7 @@ def train(trial: Trial, device: str = "cpu", tell: Callable[[simulate.Point], No
     return _record(trial, table, net, done, time.perf_counter() - began, device)
 
 
-def _wire(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
+def _codec(arm: Arm, table: Table, net: nn.Module) -> str | Policy:
     """Return a codec for all tensors, or a policy that sends some of them in float32."""
     if not arm.wide:
         return arm.wire

@@ -1,102 +1,36 @@
-"""The inner loops of the CPU kernels, compiled by Numba.
+"""Loops of the CPU that round to floats.
 
-Every operation spells out its type: otherwise Numba widens int32 arithmetic to int64, which halves the
-vector width. A float's deterministic modes share one loop. Nearest has its own, because adding a suitable
-power of two makes the processor round subnormals.
-
-`p` is `FloatParams.scalars`, or (scale, low, high, step) for a grid.
+The deterministic modes share one loop. Nearest has its own, because adding a suitable power of two makes the
+processor round subnormals. `p` is `FloatParams.scalars`.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
-from thinwire.kernels.params import CANONICAL_NAN, CELL_BITS
-from thinwire.kernels.reference import ROUNDS, STREAM_BLOCK
-
-I, U, Q, F = np.int32, np.uint32, np.uint64, np.float32
-CALLS = STREAM_BLOCK // 4
-I0, I1, I7, I23, I24, I25, I31, I32 = (I(n) for n in (0, 1, 7, 23, 24, 25, 31, 32))
-MAGNITUDE, INFINITY, HIDDEN, FRACTION = I(0x7FFFFFFF), I(0x7F800000), I(0x800000), I(0x7FFFFF)
-SIGN = I(-0x80000000)
-NAN = I(CANONICAL_NAN)
-HALF = U(CELL_BITS)
-LOW32 = Q(0xFFFFFFFF)
-SHIFT32 = Q(32)
-
-Loop = TypeVar("Loop", bound=Callable[..., Any])
-
-
-def jit(loop: Loop) -> Loop:
-    """Compile on first use, cache the result on disk, and let other threads run meanwhile."""
-    return numba.njit(nogil=True, cache=True)(loop)
-
-
-def inline(loop: Loop) -> Loop:
-    """As `jit`, but expanded into its callers so that they can be vectorised."""
-    return numba.njit(nogil=True, cache=True, inline="always")(loop)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _as_int(_context: Any, _value: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _as_float(_context: Any, _value: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-# Random words
-
-
-@jit
-def _fill_words(k0: Any, k1: Any, c2: Any, c3: Any, first_call: Any, words: Any) -> None:
-    """Philox4x32-7 for CALLS consecutive calls, in 64-bit lanes whose upper halves may hold garbage."""
-    for j in range(CALLS):
-        call = first_call + Q(j)
-        a, b, c, d, x0, x1 = call, call >> SHIFT32, c2, c3, k0, k1
-        for _ in range(ROUNDS):
-            p = Q(0xD2511F53) * (a & LOW32)
-            q = Q(0xCD9E8D57) * (c & LOW32)
-            a, b = (q >> SHIFT32) ^ b ^ x0, q
-            c, d = (p >> SHIFT32) ^ d ^ x1, p
-            x0 = (x0 + Q(0x9E3779B9)) & LOW32
-            x1 = (x1 + Q(0xBB67AE85)) & LOW32
-        words[j] = U(a)
-        words[j + CALLS] = U(b)
-        words[j + 2 * CALLS] = U(c)
-        words[j + 3 * CALLS] = U(d)
-
-
-@inline
-def _block_words(key: Any, given: Any, start: Any, stop: Any, words: Any) -> Any:
-    """Return the words of one block: those given, or the next of the stream."""
-    if given.size > 0:
-        return given[start:stop]
-    _fill_words(key[0], key[1], key[2], key[3], key[4] + Q(start // 4), words)
-    return words[: stop - start]
-
-
-@inline
-def _chance(word: Any) -> Any:
-    """Return 23 complemented random bits as a float in [0, 1)."""
-    return F(_as_float(I(I(U(~word) >> U(9)) | I(0x3F800000))) - F(1))
-
-
-# Floats
-
+from thinwire.kernels.common_numba import (
+    FRACTION,
+    HIDDEN,
+    I0,
+    I1,
+    I7,
+    I23,
+    I25,
+    I31,
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    F,
+    I,
+    U,
+    _as_float,
+    _as_int,
+    _block_words,
+    inline,
+    jit,
+)
+from thinwire.kernels.reference import STREAM_BLOCK
 
 # Apply sign, overflow, infinity and NaN to a rounded magnitude: one function for each FloatParams.specials.
 # Where speed matters each has its own loop, because a branch inside a loop prevents vectorisation.
@@ -340,176 +274,3 @@ def float_round_stochastic(
 def float_values(codes: Any, out: Any, p: Any) -> None:
     for i in range(codes.size):
         out[i] = _float_value(I(codes[i]), p)
-
-
-# Grids
-
-
-@inline
-def _grid_clamp(x: Any, p: Any) -> Any:
-    """Return the input in steps, clamped to one beyond the range so that it converts to an integer."""
-    scale, low, high, _ = p
-    return F(min(max(F(x * scale), F(low - F(1))), F(high + F(1))))
-
-
-@inline
-def _grid_finish(size: Any, steps: Any, x: Any, p: Any) -> Any:
-    """Apply the sign to a rounded magnitude and saturate it; NaN becomes zero."""
-    _, low, high, _ = p
-    signed = F(min(max(F(-size) if steps < F(0) else size, low), high))
-    return F(signed + F(0)) if x == x else F(0)
-
-
-@inline
-def _grid_steps(x: Any, p: Any, mode: Any) -> Any:
-    steps = _grid_clamp(x, p)
-    size = F(abs(steps))
-    whole = F(np.floor(size))
-    rest = F(size - whole)
-    if mode == I0:
-        size = F(np.rint(size))
-    elif mode == I1:
-        size = F(whole + (F(1) if rest >= F(0.5) else F(0)))
-    elif mode == I(2):
-        size = whole
-    else:
-        size = F(whole + (F(1) if rest > F(0) and (steps > F(0)) == (mode == I(3)) else F(0)))
-    return _grid_finish(size, steps, x, p)
-
-
-@inline
-def _grid_stochastic(x: Any, p: Any, word: Any) -> Any:
-    steps = _grid_clamp(x, p)
-    size = F(abs(steps))
-    whole = F(np.floor(size))
-    size = F(whole + (F(1) if _chance(word) < F(size - whole) else F(0)))
-    return _grid_finish(size, steps, x, p)
-
-
-@jit
-def grid_codes(x: Any, out: Any, p: Any, mask: Any, mode: Any) -> None:
-    for i in range(x.size):
-        out[i] = I(I(_grid_steps(x[i], p, mode)) & mask)
-
-
-@jit
-def grid_round(x: Any, out: Any, p: Any, mode: Any) -> None:
-    for i in range(x.size):
-        out[i] = F(_grid_steps(x[i], p, mode) * p[3])
-
-
-@jit
-def grid_codes_stochastic(x: Any, given: Any, key: Any, out: Any, p: Any, mask: Any) -> None:
-    buffer = np.empty(STREAM_BLOCK, np.uint32)
-    for start in range(0, out.size, STREAM_BLOCK):
-        stop = min(start + STREAM_BLOCK, out.size)
-        words = _block_words(key, given, start, stop, buffer)
-        block, result = x[start:stop], out[start:stop]
-        for i in range(result.size):
-            result[i] = I(I(_grid_stochastic(block[i], p, words[i])) & mask)
-
-
-@jit
-def grid_round_stochastic(x: Any, given: Any, key: Any, out: Any, p: Any) -> None:
-    buffer = np.empty(STREAM_BLOCK, np.uint32)
-    for start in range(0, out.size, STREAM_BLOCK):
-        stop = min(start + STREAM_BLOCK, out.size)
-        words = _block_words(key, given, start, stop, buffer)
-        block, result = x[start:stop], out[start:stop]
-        for i in range(result.size):
-            result[i] = F(_grid_stochastic(block[i], p, words[i]) * p[3])
-
-
-@jit
-def grid_values(codes: Any, out: Any, pad: Any, back: Any) -> None:
-    for i in range(codes.size):
-        out[i] = F(F(I(I(I(codes[i]) << pad) >> pad)) * back)
-
-
-# Steps
-
-
-@jit
-def steps_codes_packed(bits: Any, cells: Any, s0: Any, s1: Any, s2: Any, s3: Any, out: Any) -> None:
-    """Write four 8-bit codes per store; the tables hold the codes already shifted into place."""
-    for i in range(out.size):
-        b0, b1, b2, b3 = bits[4 * i], bits[4 * i + 1], bits[4 * i + 2], bits[4 * i + 3]
-        out[i] = (
-            s0[U(cells[b0 >> HALF] + b0) >> HALF]
-            | s1[U(cells[b1 >> HALF] + b1) >> HALF]
-            | s2[U(cells[b2 >> HALF] + b2) >> HALF]
-            | s3[U(cells[b3 >> HALF] + b3) >> HALF]
-        )
-
-
-@jit
-def steps_lookup(bits: Any, cells: Any, shift: Any, table: Any, out: Any) -> None:
-    for i in range(bits.size):
-        out[i] = table[U(cells[bits[i] >> shift] + bits[i]) >> shift]
-
-
-@inline
-def _search(b: Any, firsts: Any, starts: Any) -> Any:
-    low = firsts[b >> HALF]
-    high = firsts[U(b >> HALF) + U(1)]
-    while low < high:
-        middle = U(U(low + high) + U(1)) >> U(1)
-        if starts[middle] <= b:
-            low = middle
-        else:
-            high = U(middle - U(1))
-    return low
-
-
-@jit
-def steps_search(bits: Any, firsts: Any, starts: Any, table: Any, out: Any) -> None:
-    for i in range(bits.size):
-        out[i] = table[_search(bits[i], firsts, starts)]
-
-
-@inline
-def _fill_chances(words: Any, chances: Any) -> None:
-    for i in range(words.size):
-        chances[i] = _chance(words[i])
-
-
-@jit
-def steps_stochastic(
-    bits: Any,
-    given: Any,
-    key: Any,
-    out: Any,
-    cells: Any,
-    shift: Any,
-    firsts: Any,
-    starts: Any,
-    gaps: Any,
-    pairs: Any,
-) -> None:
-    """Round stochastically. `gaps` and `pairs` alternate two entries for each segment.
-
-    `gaps` holds the value below and 1 / gap, `pairs` the results below and above. An index replaces a branch.
-    """
-    buffer, chances = np.empty(STREAM_BLOCK, np.uint32), np.empty(STREAM_BLOCK, np.float32)
-    for start in range(0, out.size, STREAM_BLOCK):
-        stop = min(start + STREAM_BLOCK, out.size)
-        words, chance = _block_words(key, given, start, stop, buffer), chances[: stop - start]
-        _fill_chances(words, chance)
-        block, result = bits[start:stop], out[start:stop]
-        if cells.size > 0:
-            for i in range(result.size):
-                b = block[i]
-                s = U(U(U(cells[b >> shift] + b) >> shift) << U(1))
-                position = F(F(_as_float(I(b)) - gaps[s]) * gaps[s + U(1)])
-                result[i] = pairs[U(s + U(chance[i] < position))]
-        else:
-            for i in range(result.size):
-                s = U(_search(block[i], firsts, starts) << U(1))
-                position = F(F(_as_float(I(block[i])) - gaps[s]) * gaps[s + U(1)])
-                result[i] = pairs[U(s + U(chance[i] < position))]
-
-
-@jit
-def table_values(codes: Any, table: Any, out: Any) -> None:
-    for i in range(codes.size):
-        out[i] = table[codes[i]]
