@@ -8,7 +8,6 @@ carries activations: a stage without thinwire would not answer there.
 
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -16,17 +15,17 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import CommError, Disagreement
+from thinwire.errors import Disagreement
 from thinwire.runtimes.group_runtime import timeout_of
 
 PATIENCE_S = 300.0  #: the longest wait for a note; the group's time-out, if that is shorter
 POLL_S = (0.0005, 0.02)  #: first and longest pause between two looks into the store
-ABSENT = "nothing attached"
-
 Shape: TypeAlias = tuple[int, str]  #: the other stage, and a tensor's shape and dtype in words
 Note: TypeAlias = dict[str, Any]
 
-_numbers: Counter[tuple[str, int, str, int]] = Counter()  #: notes so far, by group, stages, direction, stage
+NOTHING: Note = {"settings": "nothing attached", "sends": [], "expects": []}
+
+ADVICE = "use thinwire for all stages of a pipeline, from the same step on"
 
 
 def described(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -52,18 +51,18 @@ class Agreement:
         """Write this stage's note."""
         if self.stage.group_size == 1:
             return
-        where = self.group.group_name, self.stage.num_stages, self.direction, self.stage.stage_index
-        _numbers[where] += 1
-        self.number, self.open = _numbers[where], True
+        while self.store.check([self._key(self.stage.stage_index)]):  # of an earlier time, or pipeline
+            self.number += 1
+        self.open = True
         self._write(self.stage.stage_index, {"settings": settings, "sends": sends, "expects": expects})
 
     def settle(self) -> None:
         """Compare the notes of all stages; wait for those that are late."""
         if not self.open:
             return
-        for stage in range(self.stage.num_stages):
-            if self._is_here(stage) and not self.store.check([self._key(stage)]):
-                self._write(stage, {"settings": ABSENT, "sends": [], "expects": []})
+        for stage in self._missing():
+            if self._is_here(stage):
+                self._write(stage, NOTHING)
         self._wait()
         keys = [self._key(stage) for stage in range(self.stage.num_stages)]
         self._compare([json.loads(self.store.get(key)) for key in keys])
@@ -80,24 +79,22 @@ class Agreement:
         return bool(self.stage.stage_index_to_group_rank[stage] == self.stage.group_rank)
 
     def _wait(self) -> None:
-        left = [self._key(stage) for stage in range(self.stage.num_stages)]
+        """Wait until all stages have written; when time is up, write that the others have nothing to say."""
         kind = torch.device(self.stage.device).type
         patience = min(timeout_of(self.group, kind), timedelta(seconds=PATIENCE_S)).total_seconds()
         end, pause = time.monotonic() + patience, POLL_S[0]
-        while not self.store.check(left):
+        while missing := self._missing():
             if time.monotonic() > end:
-                self._refuse_missing(patience)
+                for stage in missing:
+                    self._write(stage, NOTHING)
             time.sleep(pause)
             pause = min(2 * pause, POLL_S[1])
 
-    def _refuse_missing(self, patience: float) -> None:
-        stages = range(self.stage.num_stages)
-        missing = [stage for stage in stages if not self.store.check([self._key(stage)])]
-        names = ", ".join(self._name(stage) for stage in missing)
-        raise CommError(
-            f"{self._name(self.stage.stage_index)} sends by thinwire, but there is no word from {names} "
-            f"after {patience:g} s; use thinwire for all stages of a pipeline, from the same step on"
-        )
+    def _missing(self) -> list[int]:
+        keys = [self._key(stage) for stage in range(self.stage.num_stages)]
+        if self.store.check(keys):
+            return []
+        return [stage for stage, key in enumerate(keys) if not self.store.check([key])]
 
     def _name(self, stage: int) -> str:
         rank = dist.get_global_rank(self.group, self.stage.stage_index_to_group_rank[stage])
@@ -112,7 +109,8 @@ class Agreement:
                 f"{', '.join(map(self._name, stages))}: {settings}"
                 for settings, stages in by_settings.items()
             )
-            raise Disagreement(f"stages of a pipeline disagree: {'; '.join(said)}")
+            hint = f"; {ADVICE}" if NOTHING["settings"] in by_settings else ""
+            raise Disagreement(f"stages of a pipeline disagree: {'; '.join(said)}{hint}")
         for stage, note in enumerate(notes):
             for other in {each for each, _ in note["sends"]}:
                 sent = [what for where, what in note["sends"] if where == other]
