@@ -5,8 +5,9 @@ transformer's activations, the other elements of the block keep few bits. A rota
 its group (TAH-Quant 2025, SDP4Bit 2024). The rotation is orthonormal, so it changes no error by itself, and
 the receiver rotates back.
 
-Signs that look random, always the same, are multiplied first: else a constant group would become one spike.
-Sums are taken in a fixed order, so a CPU and a GPU give the same bits.
+Signs that look random, always the same, are multiplied first: else the mean of a group would become one spike
+beside which the rest is lost. Where all elements are alike, as after a ReLU, the rotation gains nothing. Sums
+are taken in a fixed order, so a CPU and a GPU give the same bits.
 
     >>> from thinwire import codecs
     >>> from thinwire.codecs.hadamard import Hadamard
