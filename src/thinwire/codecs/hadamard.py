@@ -12,8 +12,8 @@ are taken in a fixed order, so a CPU and a GPU give the same bits.
     >>> from thinwire import codecs
     >>> from thinwire.codecs.hadamard import Hadamard
     >>> codec = Hadamard("int4/128")
-    >>> x = torch.ones(4096)
-    >>> x[::512] = 1000.0
+    >>> x = torch.arange(4096) % 7 - 3.0
+    >>> x[::64] = 60.0
     >>> error = codec.decode(codec.encode(x), 4096) - x
     >>> plain = codecs.get("int4/128")
     >>> bool(error.norm() < (plain.decode(plain.encode(x), 4096) - x).norm())
@@ -38,7 +38,7 @@ LARGEST = 4096  #: elements of a group
 
 @dataclass(frozen=True)
 class Hadamard(Codec):
-    """Groups of `side` elements are rotated, and then encoded by `values`. An incomplete group is not rotated.
+    """Groups of `side` elements are rotated, then encoded by `values`. An incomplete group is not rotated.
 
     Wire: [values: their own codec's wire][tag]
     """
