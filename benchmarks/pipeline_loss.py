@@ -4,8 +4,7 @@
     python benchmarks/pipeline_loss.py [STEPS] > losses.md
 
 The text is this project's own documents, byte by byte. The same 16 batches return in every epoch, so that
-`delta=True` can be compared; held-out text shows that nothing else is lost. docs/parallel/pipeline.md has the
-table.
+`delta=True` can be compared. docs/parallel/pipeline.md has the table.
 """
 
 import multiprocessing
@@ -63,12 +62,12 @@ class Stage(nn.Module):
 
 
 def batches():
-    """Rows of text, and of the text one byte later; the last four batches are held out."""
+    """Rows of text, and of the text one byte later."""
     folder = Path(__file__).parents[1]
     text = b"".join(path.read_bytes() for path in sorted((folder / "docs").glob("*.md")))
     data = torch.tensor(list(text))
     made = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(data) - TIME - 1, (BATCHES + 4, ROWS), generator=made)
+    starts = torch.randint(len(data) - TIME - 1, (BATCHES, ROWS), generator=made)
     rows = data[starts.unsqueeze(2) + torch.arange(TIME + 1)]
     return [(each[:, :-1], each[:, 1:]) for each in rows]
 
@@ -78,7 +77,7 @@ def loss_of(logits, wanted):
 
 
 def train(rank, setting, steps):
-    """The training loss of the last epoch, the held-out loss, and the bytes of this rank."""
+    """The loss of the last epoch, and the counts of this rank."""
     stages = [
         PipelineStage(Stage(index), index, STAGES, torch.device("cpu"), **setting)
         for index in (rank, rank + RANKS)
@@ -87,26 +86,24 @@ def train(rank, setting, steps):
     optimizers = [torch.optim.AdamW(stage.submod.parameters(), 1e-3) for stage in stages]
     data, losses = batches(), []
     for step in range(steps):
-        losses.append(run(stages, data[step % BATCHES], setting, step % BATCHES, schedule.step))
+        losses.append(
+            run(schedule, stages, data[step % BATCHES], step % BATCHES if setting.get("delta") else None)
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     stats = [stage.handle.stats() for stage in stages]
-    held_out = [run(stages, each, setting, None, schedule.eval) for each in data[BATCHES:]]
-    return mean(losses[-BATCHES:]), mean(held_out), stats
+    return mean(losses[-BATCHES:]), stats
 
 
-def run(stages, batch, setting, name, call):
+def run(schedule, stages, batch, name):
     """One step; the loss on the last rank."""
-    for stage in stages:
-        if setting.get("delta"):
-            stage.handle.batch(name)
     found = []
-    is_last = stages[-1].is_last
-    call(
-        *(() if stages[0].stage_index else batch[:1]),
-        **({"target": batch[1], "losses": found} if is_last else {}),
-    )
+    if name is not None:
+        for stage in stages:
+            stage.handle.batch(name)
+    given = () if stages[0].stage_index else batch[:1]
+    schedule.step(*given, **({"target": batch[1], "losses": found} if stages[-1].is_last else {}))
     return mean([float(each.detach()) for each in found])
 
 
@@ -119,15 +116,15 @@ def main(rank, port, steps):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     if rank == RANKS - 1:
-        print("| setting | training loss | held-out loss | bytes forward | bytes backward | kept MB |")
-        print("|---|---|---|---|---|---|")
+        print("| setting | loss | bytes forward | bytes backward | kept MB |")
+        print("|---|---|---|---|---|")
     for name, setting in SETTINGS.items():
-        trained, held_out, stats = train(rank, setting, steps)
+        trained, stats = train(rank, setting, steps)
         shares = [share(stats, direction) for direction in ("forward", "backward")]
         kept = sum(each["kept_nbytes"] for each in stats) / 1e6
         if rank == RANKS - 1:
             print(
-                f"| {name} | {trained:.3f} | {held_out:.3f} | {shares[0]} | {shares[1]} | {kept:.1f} |",
+                f"| {name} | {trained:.3f} | {shares[0]} | {shares[1]} | {kept:.1f} |",
                 flush=True,
             )
     dist.destroy_process_group()

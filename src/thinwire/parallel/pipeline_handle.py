@@ -9,7 +9,6 @@ import torch.distributed as dist
 from thinwire.errors import InputError
 from thinwire.parallel.pipeline_delta import UNNAMED
 from thinwire.parallel.pipeline_direction import Direction
-from thinwire.parallel.pipeline_settings import AnyDirection as AnyDirection
 from thinwire.parallel.pipeline_settings import Settings
 from thinwire.parallel.pipeline_wire import StageWire
 from thinwire.tables import print_table
