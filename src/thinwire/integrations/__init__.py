@@ -6,4 +6,13 @@ from thinwire.integrations.dcp import load_sharded, sharded_state
 from thinwire.integrations.ddp import hook
 from thinwire.integrations.handle import Handle
 
-__all__ = ["Handle", "attach", "attached", "detach", "hook", "load_sharded", "reshard", "sharded_state"]
+__all__ = [
+    "Handle",
+    "attach",
+    "attached",
+    "detach",
+    "hook",
+    "load_sharded",
+    "reshard",
+    "sharded_state",
+]

@@ -1,37 +1,51 @@
 """`thinwire.attach`: the one call for every kind of model that communicates."""
 
 import sys
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Union, overload
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.codecs import AnySpec
-from thinwire.integrations import ddp
+from thinwire.integrations import ddp, pipeline
 from thinwire.integrations.handle import Handle
+from thinwire.parallel.pipeline_handle import PipelineHandle
 from thinwire.policy import Policy
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
     from thinwire.integrations.sharded import ShardedHandle
+
+AnyHandle = Union[Handle, PipelineHandle, "ShardedHandle"]
 
 
 @overload
 def attach(model: DistributedDataParallel, codec: AnySpec | Policy = ..., **options: Any) -> Handle: ...
 @overload
+def attach(
+    model: "_PipelineStageBase | Sequence[_PipelineStageBase]", codec: AnySpec | None = ..., **options: Any
+) -> PipelineHandle: ...
+@overload
 def attach(model: nn.Module, codec: AnySpec | Policy = ..., **options: Any) -> "ShardedHandle": ...
-def attach(model: Any, codec: AnySpec | Policy = "int8", **options: Any) -> "Handle | ShardedHandle":
-    """Send what a model communicates by a policy, a recipe or a codec, from the next pass on.
+def attach(model: Any, codec: Any = "int8", **options: Any) -> AnyHandle:
+    """Send what a model communicates by a policy, a recipe or a codec, from the next step on.
 
     The kind of the model decides what is sent, which options there are, and what is returned:
 
     - `DistributedDataParallel`: gradients; see `thinwire.integrations.ddp.attach`.
     - a module that `fully_shard` was applied to (FSDP2, HSDP): gradients, and weights if asked; see
       `thinwire.integrations.fsdp.attach`.
+    - a stage of torch.distributed.pipelining, or a list of stages: activations and their gradients; see
+      `thinwire.integrations.pipeline.attach`.
     """
     if _is_sharded(model):
         from thinwire.integrations import fsdp
 
         return fsdp.attach(model, codec, **options)
+    if pipeline.is_stage(model):
+        return pipeline.attach(model, codec, **options)
     return ddp.attach(model, codec, **options)
 
 
@@ -45,7 +59,7 @@ def attached(model: nn.Module) -> "Handle | ShardedHandle | None":
 
 
 def detach(model: Any) -> None:
-    """Let the model communicate as torch does, from the next pass on."""
+    """Let the model communicate as torch does, from the next step on."""
     handle = attached(model)
     if handle is None:
         ddp.detach(model)  # raises: nothing is attached

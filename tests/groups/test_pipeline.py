@@ -1,0 +1,24 @@
+"""Pipelines in real processes: every schedule of torch, every kind of tensor, ranks that disagree."""
+
+import pytest
+
+WALL_S = 240  # a quarter of a minute, unless kernels must be compiled first or other programs take the cores
+pytestmark = pytest.mark.timeout(WALL_S + 30)
+
+
+@pytest.mark.parametrize(
+    ("world", "checks"),
+    [
+        (2, "quick"),
+        pytest.param(2, "slow", marks=pytest.mark.rest),
+        pytest.param(4, "quick", marks=pytest.mark.rest),
+        pytest.param(4, "slow", marks=pytest.mark.rest),
+    ],
+)
+def test_every_check_holds_on_every_rank(world, checks, said):
+    lines, _ = said("pipeline_program.py", world, checks, wall_s=WALL_S)
+    reports = [each for each in lines if "check" in each]
+    assert {(each["check"], each["rank"]): each["wrong"] for each in reports if each["wrong"]} == {}
+    found = {(each["check"], each["rank"]) for each in reports}
+    assert found == {(name, rank) for name in lines[0]["checks"] for rank in range(world)}
+    assert len(lines[0]["checks"]) == {"quick": 23, "slow": 3}[checks]
