@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thinwire import hooks as hooks
     from thinwire import integrations as integrations
     from thinwire import lab as lab
+    from thinwire import parallel as parallel
     from thinwire import policy as policy
     from thinwire import schedules as schedules
     from thinwire import simulate as simulate
@@ -115,6 +116,7 @@ __all__ = [
     "irecv",
     "isend",
     "lab",
+    "parallel",
     "policy",
     "recv",
     "reduce_scatter",
@@ -133,6 +135,7 @@ _MODULES = (
     "hooks",
     "integrations",
     "lab",
+    "parallel",
     "policy",
     "schedules",
     "simulate",

@@ -37,8 +37,8 @@ def test_public_names_are_pinned():
         "ThinwireError",
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",
         "all_to_all", "attach", "broadcast", "codecs", "collectives", "data", "explain", "formats",
-        "functional", "hooks", "integrations", "irecv", "isend", "lab", "policy", "recv", "reduce_scatter",
-        "schedules", "send", "simulate", "testing", "zoo",
+        "functional", "hooks", "integrations", "irecv", "isend", "lab", "parallel", "policy", "recv",
+        "reduce_scatter", "schedules", "send", "simulate", "testing", "zoo",
     ]  # fmt: skip
     assert sorted(formats.__all__) == [
         "Dettmers", "E8M0", "FORMATS", "Fixed", "Float", "Format", "Int", "Posit", "Table", "Uniform",

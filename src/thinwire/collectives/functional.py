@@ -2,9 +2,9 @@
 
 gradient = thinwire.functional.all_reduce(gradient, "int8/256", op="avg")
 
-A gradient is that of the sum of all ranks' losses, as in `torch.distributed.nn.functional`. So the gradient of
-an all-gather is a reduce-scatter, and the other way round; that of an all-reduce is an all-reduce. If all ranks
-compute the same loss from a result that they all hold, divide the loss by the number of ranks.
+A gradient is that of the sum of all ranks' losses, as in `torch.distributed.nn.functional`. So the gradient
+of an all-gather takes a reduce-scatter, and the other way round; that of an all-reduce takes an all-reduce.
+If all ranks compute the same loss from a result that they all hold, divide the loss by the number of ranks.
 
 `backward` is the codec for gradients: by default, the codec of the call. None sends float32.
 """

@@ -31,13 +31,13 @@ def all_to_all(
     they are `known` to fit.
     """
     runtime = runtime_of(group, check([output, input]))
+    if input.dim() != 2 or input.shape[1:] != output.shape[1:]:
+        raise InputError(
+            f"rows must be [n, width], as wide as the output; not {tuple(input.shape)}, {tuple(output.shape)}"
+        )
     parts = arguments.parts(input, runtime.world, "input", input_splits)
     rooms = arguments.parts(output, runtime.world, "output", output_splits)
     context = arguments.plain_seat(runtime, codec, arguments.USUAL_NAME, None)
-    if input.shape[1:] != output.shape[1:] or input.dim() != 2:
-        raise InputError(
-            f"rows must be [n, width], and as wide as the output; not {tuple(input.shape)} and {tuple(output.shape)}"
-        )
     outs, after = arguments.rooms([output], filled=False)
     dtype = str(input.dtype).removeprefix("torch.")
     call = Call("all_to_all", identity(context.codec), (), dtype, "", f"rows of {input.shape[1]}")

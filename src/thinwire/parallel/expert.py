@@ -1,4 +1,4 @@
-"""The all-to-all of a mixture of experts: every rank sends rows of activations to the ranks of their experts."""
+"""The all-to-all of a mixture of experts: ranks send rows of activations to the ranks of their experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +8,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thinwire.codecs import AnySpec
+from thinwire.collectives.functional import SAME
 from thinwire.errors import CommError, InputError
 from thinwire.parallel import ops
 from thinwire.parallel.wires import UNCHANGED, AnyWire, spec_of
 
-SAME = "same"  #: `backward` when gradients use the codec of the rows
+#: Codecs that change nothing in a tensor of a dtype.
+EXACT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def all_to_all(
     rows: Tensor,
     output_splits: Sequence[int] | None,
     input_splits: Sequence[int] | None,
-    codec: AnySpec,
+    codec: AnyWire,
     *,
     backward: AnyWire = SAME,
     group: dist.ProcessGroup | None = None,
@@ -28,12 +29,12 @@ def all_to_all(
     """Send rows [n, hidden] to ranks, and return the rows that this rank receives.
 
     The first `input_splits[0]` rows go to rank 0 of the group, the next ones to rank 1, and so on. The first
-    `output_splits[0]` rows of the result come from rank 0. Splits may be 0. Without splits, all ranks get
-    equally many rows.
+    `output_splits[0]` rows of the result come from rank 0. Splits may be 0. Without splits, all ranks send
+    equally many rows to each other.
 
-    Every row has a wire of its own, so that no block crosses rows, and a row arrives with the same bits
-    whichever rows travel with it. Gradients take the way back, encoded with `backward`; by default, that is
-    the same codec. None or "fp32" sends float32.
+    Every row has a wire of its own: no block crosses rows, and a row arrives with the same bits, whichever
+    rows travel with it. Gradients take the way back, encoded with `backward`; by default, with the same
+    codec. None or "fp32" sends rows in their own dtype.
     """
     if not isinstance(rows, Tensor) or rows.dim() != 2:
         given = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
@@ -41,14 +42,15 @@ def all_to_all(
     here = _group(group)
     outs = _splits(output_splits, rows, here.size(), "output_splits")
     ins = _splits(input_splits, rows, here.size(), "input_splits")
-    there = _spec(codec)
-    back = there if isinstance(backward, str) and backward == SAME else _spec(backward)
+    there = spec_of(codec) or EXACT.get(rows.dtype, UNCHANGED)
+    same = isinstance(backward, str) and backward == SAME
+    back = there if same else spec_of(backward) or EXACT.get(rows.dtype, UNCHANGED)
     return _AllToAll.apply(rows, outs, ins, there, back, here.group_name)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913
+    def forward(
         ctx: Any, rows: Tensor, outs: list[int], ins: list[int], there: str, back: str, group: str
     ) -> Tensor:
         ctx.way = outs, ins, back, group
@@ -57,24 +59,27 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        outs, ins, back, group = ctx.way
+        outs, ins, back, group = ctx.way  # ranks compared them on the way there
         return ops.all_to_all_rows(grad, ins, outs, back, group, True), None, None, None, None, None
-
-
-def _spec(codec: AnyWire) -> str:
-    return spec_of(codec) or UNCHANGED
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
-        raise CommError("there is no process group here; call torch.distributed.init_process_group first")
+        raise CommError("this rank has no process group; call torch.distributed.init_process_group first")
     return found
 
 
 def _splits(splits: Sequence[int] | None, rows: Tensor, world: int, what: str) -> list[int]:
-    if splits is not None:
-        return list(splits)
-    if rows.shape[0] % world:
-        raise InputError(f"{world} ranks cannot share {rows.shape[0]} rows evenly; pass {what}")
-    return [rows.shape[0] // world] * world
+    if splits is None:
+        if rows.shape[0] % world:
+            raise InputError(f"{world} ranks cannot share {rows.shape[0]} rows evenly; pass {what}")
+        return [rows.shape[0] // world] * world
+    found = list(splits)
+    if torch.compiler.is_compiling():
+        return found
+    total = rows.shape[0] if what == "input_splits" else sum(found)
+    if len(found) != world or any(type(n) is not int or n < 0 for n in found) or sum(found) != total:
+        whole = f" that add up to {total}" if what == "input_splits" else ""
+        raise InputError(f"{what} must be {world} numbers of rows{whole}, not {splits!r}")
+    return found

@@ -131,7 +131,9 @@ def _check(x: DTensor, source: Placement, target: Placement, codec: str) -> None
             f"{codec} cannot encode a change from {source} to {target}; Replicate, Shard and Partial would do"
         )
     if x.dtype == torch.float64:
-        raise InputError(f"{codec} encodes float32, bfloat16 and float16 activations, not float64; use {UNCHANGED}")
+        raise InputError(
+            f"{codec} encodes float32, bfloat16 and float16 activations, not float64; use {UNCHANGED}"
+        )
 
 
 def _one(x: DTensor) -> Placement:

@@ -18,7 +18,7 @@ from thinwire.collectives import calls, rows
 
 def group_of(name: str) -> dist.ProcessGroup:
     """Return the group that has this name."""
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def shard_sizes(size: int, world: int) -> list[int]:

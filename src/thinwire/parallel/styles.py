@@ -216,9 +216,7 @@ def _output(
 def _sequence(pair: Pair, wanted: object, module: nn.Module, inputs: Any, mesh: object) -> Any:
     del wanted, mesh
     if not isinstance(inputs[0], Tensor):
-        raise ValueError(
-            f"expecting input of {module} to be a torch.Tensor or DTensor, but got {inputs[0]}"
-        )
+        raise ValueError(f"expecting input of {module} to be a torch.Tensor or DTensor, but got {inputs[0]}")
     return _moved(inputs[0], pair, local=False)
 
 

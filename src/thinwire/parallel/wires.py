@@ -7,9 +7,9 @@ from thinwire import codecs
 from thinwire.channel import Channel
 from thinwire.codecs import AnySpec
 from thinwire.errors import CodecError, InputError
+from thinwire.policy.recipes import SMALL as SMALL
 
 AnyWire: TypeAlias = AnySpec | None  #: a codec; None: as torch sends it
-SMALL = 10_000  #: elements under which a tensor is not worth encoding
 UNCHANGED = "fp32"
 
 
