@@ -72,7 +72,7 @@ def gradients_take_the_way_back(rank, world):
         torch.cat([everyone[other].split(splits(other, world))[to] for other in range(world)])
         for to in range(world)
     ]
-    weights = [random(HIDDEN, HIDDEN, seed=100 + to) for to in range(world)]
+    weights = [random(HIDDEN, HIDDEN, seed=100 + to) / HIDDEN**0.5 for to in range(world)]
     sum((torch.tanh(each @ w).square().sum() for each, w in zip(results, weights, strict=True))).backward()
     mine, coming = routed(rank, world)
     for there, back, bound in (
@@ -155,8 +155,8 @@ def rows_are_compared(rank, world):
     raises(InputError, "[n, hidden]", parallel.all_to_all, x[0], None, None, "int8")
     raises(CodecError, "other samples", parallel.all_to_all, x, None, None, "int4/128+ef")
     raises(CodecError, "agree", parallel.all_to_all, x, None, None, "aps/e5m2")
-    wide = random(2 * world, 8 + (rank == 0))
-    raises(Disagreement, ["rows of 8", "rows of 9"], parallel.all_to_all, wide, None, None, "int8")
+    wide = random(2 * world, 20 + (rank == 0))
+    raises(Disagreement, ["rows of 20", "rows of 21"], parallel.all_to_all, wide, None, None, "int8")
     return [parallel.all_to_all(torch.ones(world, 4), None, None, "int8")]
 
 
@@ -195,9 +195,9 @@ def functional_gradients(rank, world):
     inputs = [random(*shape, seed=other).requires_grad_() for other in range(world)]
     weights = [random(world, *shape, seed=50 + other) for other in range(world)]
     whole = {
-        "all_gather": (lambda to: torch.stack(inputs), lambda x, **o: functional.all_gather(x, **o)),
-        "all_reduce": (lambda to: sum(inputs), lambda x, **o: functional.all_reduce(x, **o)),
-        "mean": (lambda to: sum(inputs) / world, lambda x, **o: functional.all_reduce(x, op="avg", **o)),
+        "all_gather": (lambda _: torch.stack(inputs), lambda x, **o: functional.all_gather(x, **o)),
+        "all_reduce": (lambda _: sum(inputs), lambda x, **o: functional.all_reduce(x, **o)),
+        "mean": (lambda _: sum(inputs) / world, lambda x, **o: functional.all_reduce(x, op="avg", **o)),
         "reduce_scatter": (
             lambda to: sum(inputs).chunk(world)[to], lambda x, **o: functional.reduce_scatter(x, **o),
         ),
@@ -253,6 +253,6 @@ def functional_without_gradients(rank, world):
 
 
 CHECKS = (
-    rows_arrive_as_their_codec_rounds_them, gradients_take_the_way_back, experts, rows_are_compared, random_rows,
-    compiled_rows, functional_gradients, functional_without_gradients,
+    rows_arrive_as_their_codec_rounds_them, gradients_take_the_way_back, experts, rows_are_compared,
+    random_rows, compiled_rows, functional_gradients, functional_without_gradients,
 )  # fmt: skip

@@ -126,9 +126,10 @@ def full(x):
 def step(net, x, seed=2):
     """The output, the input's gradient and the gradients of all parameters, whole."""
     x = x.clone().requires_grad_()
+    net.zero_grad()
     y = full(net(x))
     (y * random(*y.shape, seed=seed).to(y.dtype)).sum().backward()
-    return [y.detach(), full(x.grad), *(full(p.grad) for p in net.parameters())]
+    return [y.detach(), full(x.grad), *(full(p.grad).clone() for p in net.parameters())]
 
 
 def away(found, expected):

@@ -1,12 +1,10 @@
 """The all-to-all of a mixture of experts: ranks send rows of activations to the ranks of their experts."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from thinwire.collectives.functional import SAME
 from thinwire.errors import CommError, InputError
@@ -42,25 +40,15 @@ def all_to_all(
     here = _group(group)
     outs = _splits(output_splits, rows, here.size(), "output_splits")
     ins = _splits(input_splits, rows, here.size(), "input_splits")
-    there = spec_of(codec) or EXACT.get(rows.dtype, UNCHANGED)
-    same = isinstance(backward, str) and backward == SAME
-    back = there if same else spec_of(backward) or EXACT.get(rows.dtype, UNCHANGED)
-    return _AllToAll.apply(rows, outs, ins, there, back, here.group_name)
+    there = _spec(codec, rows.dtype)
+    back = there if isinstance(backward, str) and backward == SAME else _spec(backward, rows.dtype)
+    return ops.all_to_all_rows(rows, outs, ins, there, back, here.group_name, False)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, outs: list[int], ins: list[int], there: str, back: str, group: str
-    ) -> Tensor:
-        ctx.way = outs, ins, back, group
-        return ops.all_to_all_rows(rows, outs, ins, there, group, False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        outs, ins, back, group = ctx.way  # ranks compared them on the way there
-        return ops.all_to_all_rows(grad, ins, outs, back, group, True), None, None, None, None, None
+def _spec(codec: AnyWire, dtype: torch.dtype) -> str:
+    if torch.compiler.is_compiling() and isinstance(codec, str):
+        return codec  # checked when the graph runs
+    return spec_of(codec) or EXACT.get(dtype, UNCHANGED)
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

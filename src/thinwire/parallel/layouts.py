@@ -10,8 +10,8 @@ Where torch would send something, the same numbers are encoded and sent:
 Gradients take the way back as in torch. The gradient of a `Partial` tensor is `Replicate`, so that an
 all-reduce has no counterpart in the backward pass, and no gradient is counted twice.
 
-A change is a function of one tensor, which `torch.compile` takes into its graph as it is. The compiler then
-traces the operators inside.
+A change is a function of one DTensor, which `torch.compile` takes into its graph as it is. It then traces the
+operators inside. The mesh must come with the tensor: it is an input of the graph.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from thinwire.errors import InputError
@@ -31,11 +30,11 @@ Change: TypeAlias = Callable[[Tensor], Any]
 ADDS = ("sum", "avg")
 
 
-def entering(wires: Wires, mesh: DeviceMesh, placement: Placement) -> Change:
-    """Return a function that makes a DTensor of this rank's part, as `DTensor.from_local` does."""
+def entering(wires: Wires) -> Change:
+    """Return a function that changes nothing, but encodes the gradient that `from_local` would send."""
 
-    def enter(local: Tensor) -> Any:
-        return _Enter.apply(local, wires, mesh, placement)
+    def enter(x: Tensor) -> Any:
+        return _Enter.apply(x, wires)
 
     return torch.compiler.allow_in_graph(enter)
 
@@ -54,16 +53,17 @@ def changing(wires: Wires, placement: Placement) -> Change:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, wires: Wires, mesh: DeviceMesh, placement: Placement) -> DTensor:
-        ctx.wires, ctx.placement = wires, placement
-        return DTensor.from_local(local, mesh, (placement,), run_check=False)
+    def forward(ctx: Any, x: DTensor, wires: Wires) -> DTensor:
+        ctx.wires, ctx.placement = wires, _one(x)
+        return DTensor.from_local(
+            x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
         target = Replicate() if ctx.placement.is_partial() else ctx.placement
-        moved = converted(grad, target, ctx.wires.backward, ctx.wires.min_numel)
-        return moved.to_local(), None, None, None
+        return converted(grad, target, ctx.wires.backward, ctx.wires.min_numel), None
 
 
 class _Change(torch.autograd.Function):

@@ -7,6 +7,7 @@ or empty. Results are new, contiguous tensors.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,9 +116,16 @@ def _(x: Tensor, source: int, size: int, target: int, codec: str, group: str) ->
 
 @torch.library.custom_op("thinwire::all_to_all_rows", mutates_args=())
 def all_to_all_rows(
-    x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], codec: str, group: str, known: bool
+    x: Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    codec: str,
+    backward: str,
+    group: str,
+    known: bool,
 ) -> Tensor:
-    """Send rows to ranks. With `known`, ranks need not compare the splits first."""
+    """Send rows to ranks. `backward` encodes gradients; with `known`, ranks do not compare splits first."""
+    del backward
     out = x.new_empty((sum(output_splits), x.shape[1]))
     rows.all_to_all(out, x, list(output_splits), list(input_splits), codec, group_of(group), known=known)
     return out
@@ -125,7 +133,27 @@ def all_to_all_rows(
 
 @all_to_all_rows.register_fake
 def _(
-    x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], codec: str, group: str, known: bool
+    x: Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    codec: str,
+    backward: str,
+    group: str,
+    known: bool,
 ) -> Tensor:
-    del input_splits, codec, group, known
+    del input_splits, codec, backward, group, known
     return x.new_empty((sum(output_splits), x.shape[1]))
+
+
+def _way_there(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    _, *ctx.way, _ = inputs
+
+
+def _way_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    output_splits, input_splits, _, backward, group = ctx.way  # ranks compared the splits on the way there
+    back = all_to_all_rows(grad, input_splits, output_splits, backward, backward, group, True)
+    return back, *(None,) * 6
+
+
+all_to_all_rows.register_autograd(_way_back, setup_context=_way_there)

@@ -43,7 +43,7 @@ class ColwiseParallel(style.ColwiseParallel):
         self.wires = wires(forward, backward, min_numel)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _at_the_border(self, device_mesh, Replicate())
+        _at_the_border(self, Replicate())
         return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class RowwiseParallel(style.RowwiseParallel):
         self.wires = wires(forward, backward, min_numel)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _at_the_border(self, device_mesh, Replicate() if isinstance(module, nn.Embedding) else Shard(-1))
+        _at_the_border(self, Replicate() if isinstance(module, nn.Embedding) else Shard(-1))
         return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
@@ -96,8 +96,7 @@ class SequenceParallel(style.SequenceParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (layout,) = self.sequence_sharding
-        pair = entering(self.wires, device_mesh, layout), changing(self.wires, layout)
-        self._prepare_input_fn = partial(_sequence, pair)  # type: ignore[method-assign]
+        self._prepare_input_fn = partial(_sequence, _way(self.wires, layout, layout))  # type: ignore[method-assign]
         return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
@@ -131,22 +130,22 @@ class PrepareModuleInput(style.PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         wanted = self.desired_input_kwarg_layouts
         self._named = {
-            name: _pair(self.wires, device_mesh, layout, wanted.get(name))
+            name: _way(self.wires, layout, wanted.get(name))
             for name, layout in self.input_kwarg_layouts.items()
         }
         layouts = zip(self.input_layouts or (), self.desired_input_layouts or (), strict=True)
-        self._pairs = [_pair(self.wires, device_mesh, *each) for each in layouts]
+        self._ways = [_way(self.wires, *each) for each in layouts]
         return super()._apply(module, device_mesh)
 
     def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
-        del device_mesh
         if self.input_layouts is None:
             return inputs
-        return tuple(_all(inputs, self._pairs, self.use_local_output, "inputs and input_layouts"))
+        what = "inputs and input_layouts"
+        return tuple(_all(inputs, self._ways, device_mesh, self.use_local_output, what))
 
     def _prepare_input_kwarg_fn(self, inputs: Any, kwarg_inputs: Any, device_mesh: DeviceMesh) -> Any:
         named = {
-            name: _moved(each, self._named.get(name), self.use_local_output)
+            name: _moved(each, self._named.get(name), device_mesh, self.use_local_output)
             for name, each in kwarg_inputs.items()
         }
         return self._prepare_input_fn(inputs, device_mesh), named
@@ -177,32 +176,31 @@ class PrepareModuleOutput(style.PrepareModuleOutput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layouts = zip(self.output_layouts, self.desired_output_layouts, strict=True)
-        self._pairs = [_pair(self.wires, device_mesh, *each) for each in layouts]
+        self._ways = [_way(self.wires, *each) for each in layouts]
         return super()._apply(module, device_mesh)
 
     def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
-        del device_mesh
-        found = _all(outputs, self._pairs, self.use_local_output, "outputs and output_layouts")
+        what = "outputs and output_layouts"
+        found = _all(outputs, self._ways, device_mesh, self.use_local_output, what)
         return found[0] if len(found) == 1 else tuple(found)
 
     def __repr__(self) -> str:
         return _told(super().__repr__(), self.wires)
 
 
-#: How a tensor becomes a DTensor, and how its layout changes; None: not at all.
-Pair: TypeAlias = tuple[Change, Change | None] | None
+#: The layout of a tensor that is no DTensor, how it enters, and how its layout changes; None: not at all.
+Way: TypeAlias = tuple[Placement, Change, Change | None] | None
 
 
-def _at_the_border(parallel: Any, mesh: DeviceMesh, inside: Placement) -> None:
+def _at_the_border(parallel: Any, inside: Placement) -> None:
     """Replace the two functions that torch's style puts before and after a layer."""
-    enter = entering(parallel.wires, mesh, parallel.input_layouts[0])
-    parallel._prepare_input_fn = partial(_input, (enter, changing(parallel.wires, inside)))
+    parallel._prepare_input_fn = partial(_input, _way(parallel.wires, parallel.input_layouts[0], inside))
     parallel._prepare_output_fn = partial(_output, changing(parallel.wires, parallel.output_layouts[0]))
 
 
-def _input(pair: Pair, given: object, wanted: object, module: nn.Module, inputs: Any, mesh: object) -> Any:
-    del given, wanted, module, mesh
-    return _moved(inputs[0], pair, local=False)
+def _input(way: Way, given: object, wanted: object, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    del given, wanted, module
+    return _moved(inputs[0], way, mesh, local=False)
 
 
 def _output(
@@ -213,31 +211,33 @@ def _output(
     return found.to_local() if use_local_output else found
 
 
-def _sequence(pair: Pair, wanted: object, module: nn.Module, inputs: Any, mesh: object) -> Any:
-    del wanted, mesh
+def _sequence(way: Way, wanted: object, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    del wanted
     if not isinstance(inputs[0], Tensor):
         raise ValueError(f"expecting input of {module} to be a torch.Tensor or DTensor, but got {inputs[0]}")
-    return _moved(inputs[0], pair, local=False)
+    return _moved(inputs[0], way, mesh, local=False)
 
 
-def _pair(found: Wires, mesh: DeviceMesh, given: Placement | None, wanted: Placement | None) -> Pair:
+def _way(found: Wires, given: Placement | None, wanted: Placement | None) -> Way:
     if given is None:
         return None
-    return entering(found, mesh, given), None if wanted is None else changing(found, wanted)
+    return given, entering(found), None if wanted is None else changing(found, wanted)
 
 
-def _all(tensors: Any, pairs: Sequence[Pair], local: bool, what: str) -> list[Any]:
+def _all(tensors: Any, ways: Sequence[Way], mesh: DeviceMesh, local: bool, what: str) -> list[Any]:
     listed = tensors if isinstance(tensors, tuple) else (tensors,)
-    if len(listed) != len(pairs):
+    if len(listed) != len(ways):
         raise ValueError(f"module {what} should have same length!")
-    return [_moved(each, pair, local) for each, pair in zip(listed, pairs, strict=True)]
+    return [_moved(each, way, mesh, local) for each, way in zip(listed, ways, strict=True)]
 
 
-def _moved(x: Any, pair: Pair, local: bool) -> Any:
-    if pair is None:
+def _moved(x: Any, way: Way, mesh: DeviceMesh, local: bool) -> Any:
+    if way is None:
         return x
-    enter, change = pair
-    found = x if isinstance(x, DTensor) else enter(x)
+    layout, enter, change = way
+    found = x
+    if not isinstance(x, DTensor):
+        found = enter(DTensor.from_local(x, mesh, (layout,), run_check=False))
     if change is not None:
         found = change(found)
     return found.to_local() if local else found
