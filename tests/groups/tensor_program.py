@@ -24,7 +24,7 @@ PARTS = {
 
 def main(rank, world, place, names):
     if "compiled" in names:
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own compiler
+        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
     join(rank, world, place, COMPILING_S if "compiled" in names else TIMEOUT_S)
     for check in (each for name in names for each in PARTS[name]):
         wrong, found = "", ()

@@ -469,6 +469,10 @@ def what_cannot_be_sent_is_refused(rank, world):
     x = DTensor.from_local(random(4, 4), both, (Replicate(), Shard(0)))
     raises(InputError, "mesh of one dimension", net, x)
     assert "forward=int8/256, backward=fp32" in repr(parallel.ColwiseParallel(backward=None))
+    parts = parallelize_module(
+        nn.Linear(6, 6), mesh(world), parallel.ColwiseParallel(input_layouts=Shard(0), min_numel=0)
+    )
+    raises(Disagreement, "all_gather", parts, random(3 if rank else 2, 6))  # a DTensor may be uneven
     how = {"forward": "int8" if rank else "int4", "min_numel": 0}
     net = parallelize_module(nn.Linear(WIDTH, 77), mesh(world), parallel.RowwiseParallel(**how))
     raises(Disagreement, ["int8/256", "int4/128"], net, INPUT.chunk(world, -1)[rank])
