@@ -8,7 +8,7 @@ ranks gather the slices before the next layer. In the backward pass, every rank 
 errors; the parts are added, and every rank keeps the errors of its own slice. Both travel in the 8-bit type
 "dynamic tree". The last layer, before the soft-max, is left at 32 bits.
 
-The script trains three times: on one device (every rank by itself), split with 32 bits, and split with 8 bits.
+The script trains three times: on one device (every rank by itself), split with 32 bits, split with 8 bits.
 """
 
 import hashlib
