@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from thinwire import codecs, parallel
@@ -412,6 +413,47 @@ def inputs_and_outputs_of_modules(rank, world):
     return [results[1][0]]
 
 
+def input_and_output_at_once(rank, world):
+    """The style for both is the two styles, one after the other."""
+    layouts = {"input_layouts": (Shard(0),), "desired_input_layouts": (Replicate(),)}
+    after = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
+    results = []
+    for library, how in (
+        (theirs, None),
+        (parallel, {"forward": None, "backward": None}),
+        (parallel, {"min_numel": 0}),
+    ):
+        both = style(library, "PrepareModuleInputOutput", how, **layouts, **after, use_local_input=True)
+        net = parallelize_module(nn.Tanh(), mesh(world), both)
+        x = random(6, 4 * world, seed=rank).requires_grad_()
+        y = net(x)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad])
+    equal(results[1], results[0])
+    assert 1e-4 < away(results[2], results[0]) < 0.03, away(results[2], results[0])
+
+
+def without_gradients_and_computed_again(rank, world):
+    """Evaluation, and activations that are computed again in the backward pass: the same bits."""
+    del rank
+    for plan in PLANS.values():
+        net = split(plan, parallel, {"min_numel": 0}, world)
+        expected = step(net, INPUT)
+        for off in (torch.no_grad, torch.inference_mode):
+            with off():
+                assert torch.equal(full(net(INPUT)), expected[0])
+        mlp = net.mlp.forward
+        net.mlp.forward = lambda x, mlp=mlp: checkpoint(mlp, x, use_reentrant=False)
+        with Spy() as seen:
+            equal(step(net, INPUT), expected)
+        with Spy() as before:
+            net.mlp.forward = mlp
+            step(net, INPUT)
+        again = sum(seen.counts.values()) - sum(before.counts.values())
+        assert again == (plan is sequence_parallel), "the input of the first layer is gathered again, no more"
+    return expected[:1]
+
+
 def embeddings(rank, world):
     """Split by rows, every rank knows some of the words; split by columns, a part of every word."""
     del rank
@@ -532,8 +574,17 @@ def training(rank, world):
 QUICK = (
     without_codecs_the_bits_are_torch_s,
     float32_wires_change_nothing_but_the_order_of_sums,
-    torch_sends_nothing_large, one_layer_is_off_by_no_more_than_its_codec, a_block_is_off_by_a_few_roundings,
-    each_direction_has_its_codec, sixteen_bit_activations, every_change_of_layout,
-    inputs_and_outputs_of_modules, embeddings, what_cannot_be_sent_is_refused, training,
-)  # fmt: skip
+    torch_sends_nothing_large,
+    one_layer_is_off_by_no_more_than_its_codec,
+    a_block_is_off_by_a_few_roundings,
+    each_direction_has_its_codec,
+    sixteen_bit_activations,
+    every_change_of_layout,
+    inputs_and_outputs_of_modules,
+    input_and_output_at_once,
+    without_gradients_and_computed_again,
+    embeddings,
+    what_cannot_be_sent_is_refused,
+    training,
+)
 COMPILED = (compiled("aot_eager"), compiled("inductor"))

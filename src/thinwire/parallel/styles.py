@@ -188,6 +188,32 @@ class PrepareModuleOutput(style.PrepareModuleOutput):
         return _told(super().__repr__(), self.wires)
 
 
+class PrepareModuleInputOutput(style.PrepareModuleInputOutput):
+    """torch's `PrepareModuleInputOutput`, with encoded messages; see `ColwiseParallel`."""
+
+    def __init__(
+        self,
+        *,
+        use_local_input: bool = False,
+        use_local_output: bool = True,
+        forward: AnyWire = "int8",
+        backward: AnyWire = "int8",
+        min_numel: int = SMALL,
+        **layouts: Any,
+    ) -> None:
+        super().__init__(use_local_input=use_local_input, use_local_output=use_local_output, **layouts)
+        self.wires = wires(forward, backward, min_numel)
+        how: dict[str, Any] = {"forward": forward, "backward": backward, "min_numel": min_numel}
+        after = ("output_layouts", "desired_output_layouts")
+        inputs = {name: each for name, each in layouts.items() if name not in after}
+        self.prepare_module_input = PrepareModuleInput(**inputs, use_local_output=use_local_input, **how)
+        outputs = {name: layouts[name] for name in after}
+        self.prepare_module_output = PrepareModuleOutput(**outputs, use_local_output=use_local_output, **how)
+
+    def __repr__(self) -> str:
+        return _told(super().__repr__(), self.wires)
+
+
 #: The layout of a tensor that is no DTensor, how it enters, and how its layout changes; None: not at all.
 Way: TypeAlias = tuple[Placement, Change, Change | None] | None
 
