@@ -17,7 +17,7 @@ from start_program import digest, join, report, start
 TIMEOUT_S, COMPILING_S = 30, 200
 PARTS = {
     "styles": tensor_style_checks.QUICK,
-    "compiled": tensor_style_checks.COMPILED,
+    "compiled": (*tensor_style_checks.COMPILED, tensor_rows_checks.compiled_rows),
     "rows": tensor_rows_checks.CHECKS,
 }
 
