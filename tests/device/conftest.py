@@ -1,6 +1,14 @@
 """Tests of several processes take longest: every worker begins with some of them."""
 
-SLOW = ("test_nccl.py", "test_sharded.py", "test_lab.py", "test_collectives.py", "test_ddp.py")
+SLOW = (
+    "test_nccl.py",
+    "test_sharded.py",
+    "test_tensor.py",
+    "test_pipeline.py",
+    "test_lab.py",
+    "test_collectives.py",
+    "test_ddp.py",
+)
 
 
 def spread(slow, others, workers):

@@ -27,3 +27,20 @@ def test_replicas_stay_equal_and_learn(command, begin, finish):
     assert weights[0] == weights[1]
     assert losses[-1] < losses[0]
     assert float(re.search(r"ratio ([0-9.]+)", ended.out)[1]) > 2
+
+
+@pytest.mark.rest
+def test_layers_split_by_columns_learn_as_on_one_device(begin, finish):
+    name = EXAMPLES / "dettmers_model_parallel.py"
+    ended = finish(begin("-m", "torch.distributed.run", "--nproc-per-node", "2", name))
+    assert ended.code == 0, ended.err[-3000:]
+    for bits in (32, 8):
+        weights = re.findall(rf"rank \d {bits} bits weights ([0-9a-f]{{16}})", ended.out)
+        assert len(weights) == 2
+        assert weights[0] == weights[1]
+    away = [float(each) for each in re.findall(r"weights differ by (\S+)", ended.out)]
+    assert away[0] < 1e-3 < away[1] < 0.1
+    split, alone = re.search(r"8 bits: loss ([0-9.]+), one device ([0-9.]+)", ended.out).groups()
+    assert abs(float(split) - float(alone)) < 0.02
+    assert float(re.search(r"8 bits: accuracy ([0-9.]+)", ended.out)[1]) > 0.85
+    assert float(re.search(r"ratio ([0-9.]+)", ended.out)[1]) > 3.9

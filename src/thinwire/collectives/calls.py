@@ -289,6 +289,21 @@ def _single(
     return job
 
 
+def run_single(
+    call: Call,
+    steps: Callable[[RankContext], Exchanges],
+    context: RankContext,
+    result: object,
+    after: After,
+    runtime: Runtime,
+    agreement: Exchanges | None = None,
+) -> None:
+    """Run a collective that is one piece, after what ranks agree on first."""
+    job = _single(call, steps, context, result, after)
+    job.agreement = agreement
+    runtime.run(job)
+
+
 def _go(job: Job, runtime: Runtime, async_op: bool) -> Work | None:
     if async_op:
         return runtime.submit(job)

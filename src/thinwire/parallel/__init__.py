@@ -1,25 +1,47 @@
-"""Parallel training whose messages between ranks are encoded: pipeline stages.
+"""Parallelism inside a model, with encoded activations and gradients.
 
-`PipelineStage` is torch's stage of the same name, with a codec for what it sends. The rest of a script stays
-as it is; docs/parallel/pipeline.md has examples. Names are loaded when they are first used, because torch's
-pipelining takes long to load.
+- `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel`, `PrepareModule...`: torch's styles of tensor and
+  sequence parallelism, with a codec for each direction; docs/parallel/tensor.md.
+- `all_to_all`: rows for the experts of other ranks, and back; docs/parallel/expert.md.
+- `PipelineStage`: torch's stage of a pipeline, with a codec for what it sends; docs/parallel/pipeline.md.
+
+Names are loaded when they are first used, because torch's DTensor and its pipelining take long to load.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire.parallel.expert import all_to_all as all_to_all
     from thinwire.parallel.pipeline import PipelineStage as PipelineStage
+    from thinwire.parallel.styles import ColwiseParallel as ColwiseParallel
+    from thinwire.parallel.styles import PrepareModuleInput as PrepareModuleInput
+    from thinwire.parallel.styles import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from thinwire.parallel.styles import PrepareModuleOutput as PrepareModuleOutput
+    from thinwire.parallel.styles import RowwiseParallel as RowwiseParallel
+    from thinwire.parallel.styles import SequenceParallel as SequenceParallel
 
-__all__ = ["PipelineStage"]
+__all__ = [
+    "ColwiseParallel",
+    "PipelineStage",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "all_to_all",
+]
 
-_HOMES = {"PipelineStage": "thinwire.parallel.pipeline"}
+_HOMES = {
+    "PipelineStage": "thinwire.parallel.pipeline",
+    "all_to_all": "thinwire.parallel.expert",
+}
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            return getattr(importlib.import_module(_HOMES[name]), name)
+        if name in __all__:
+            return getattr(importlib.import_module(_HOMES.get(name, "thinwire.parallel.styles")), name)
         raise AttributeError(f"module 'thinwire.parallel' has no attribute '{name}'")
 
 

@@ -60,6 +60,25 @@ def all_to_all(parts: Sequence[Tensor], outs: Sequence[Tensor], context: RankCon
     _decode_all(received, coming, outs, context)
 
 
+def all_to_all_rows(
+    rows: Tensor, out: Tensor, going: Sequence[int], coming: Sequence[int], context: RankContext
+) -> Exchanges:
+    """Send rows to ranks: the first `going[0]` to rank 0, and so on. Every row has its own wire."""
+    if context.world == 1:
+        out.copy_(rows)
+        return
+    width = rows.shape[1]
+    nbytes = context.codec.nbytes(width)
+    wires = context.buffer("wires", (rows.shape[0], nbytes), rows)
+    received = context.buffer("received", (out.shape[0], nbytes), rows)
+    if rows.numel():
+        context.encode(rows, slots.SENT, wires)
+    sizes, sizes_coming = [nbytes * each for each in going], [nbytes * each for each in coming]
+    yield AllToAll(wires.view(-1), sizes, received.view(-1), coming=sizes_coming)
+    if out.numel():
+        context.codec.decode(received, width, out=out)
+
+
 def compare_sizes(
     parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, ranks: Sequence[int], device: torch.device
 ) -> Exchanges:
