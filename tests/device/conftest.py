@@ -1,6 +1,6 @@
 """Tests of several processes take longest: every worker begins with some of them."""
 
-SLOW = ("test_nccl.py", "test_lab.py", "test_collectives.py", "test_ddp.py")
+SLOW = ("test_nccl.py", "test_lab.py", "test_collectives.py", "test_ddp.py", "test_pipeline.py")
 
 
 def spread(slow, others, workers):
