@@ -43,7 +43,7 @@ def run(
 
     Cells in `known` are not measured again. `keep` gets the result so far after every cell.
     """
-    from thinwire.bench.parallel_kinds import KINDS  # torch's FSDP takes a while to import
+    from thinwire.bench.parallel_all import KINDS  # torch's FSDP takes a while to import
 
     if device != "cpu":
         machine.default_numel(device)  # raises if there is no such device

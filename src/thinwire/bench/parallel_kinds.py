@@ -138,12 +138,6 @@ def hybrid_sharded(method: str, device: torch.device) -> Arm:
     return sharded(method, device, replicas=2)
 
 
-KINDS: dict[str, Kind] = {
-    "fsdp": Kind(fully_sharded, (PLAIN, HALF, COMPUTE, "int8", "int8+int4")),
-    "hsdp": Kind(hybrid_sharded, (PLAIN, HALF, COMPUTE, "int8", "int4"), world=4),
-}
-
-
 def relative_error(mine: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """Return the relative error of all ranks' parts together."""
     sums = [

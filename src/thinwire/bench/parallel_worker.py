@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.bench.parallel_kinds import COMPUTE, KINDS, PLAIN, Arm, relative_error
+from thinwire.bench.parallel_all import KINDS
+from thinwire.bench.parallel_kinds import COMPUTE, PLAIN, Arm, relative_error
 from thinwire.bench.training_worker import first_says, in_groups, slowest, synchronize
 
 WARMUP = {"cpu": 2, "cuda": 8}  # steps; on a GPU calls are recorded after a few

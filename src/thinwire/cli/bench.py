@@ -133,7 +133,10 @@ def bench_training(  # noqa: PLR0913
 @app.command("parallel")
 def bench_parallel(  # noqa: PLR0913
     device: Device = "cpu",
-    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Only these: fsdp, hsdp.")] = None,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--kind", help="Only these: fsdp, hsdp, tensor, sequence, pipeline, expert."),
+    ] = None,
     hosts: Annotated[
         int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=2)
     ] = None,
