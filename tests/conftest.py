@@ -7,9 +7,16 @@ import functools
 import os
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+
+# How long it takes to draw inputs says nothing on a busy machine.
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy")
 
 RANDOM_PATTERNS = 20_000
 SAMPLED_CODES = 30_000
