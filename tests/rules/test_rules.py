@@ -76,7 +76,15 @@ COMMUNICATES = re.compile(
     r"|scatter\w*|broadcast\w*|i?send\w*|i?recv\w*|(monitored_)?barrier|P2POp"
 )
 #: Programs that a lab starts on every host, to time torch's own calls beside thinwire's: not library code.
-PROGRAMS = {"bench/training_worker.py", "bench/collective_worker.py", "study/worker.py"}
+PROGRAMS = {
+    "bench/training_worker.py",
+    "bench/collective_worker.py",
+    "bench/parallel_worker.py",
+    "bench/parallel_kinds.py",
+    "study/worker.py",
+}
+#: Code that encodes the messages of torch's pipelines, which torch sends.
+ENCODERS = {"parallel/pipeline_direction.py", "parallel/pipeline_wire.py"}
 
 
 def communication(text):
@@ -101,7 +109,8 @@ def test_only_runtimes_communicate():
     package = ROOT / "src" / "thinwire"
     by_file = {str(path.relative_to(package)): communication(path.read_text()) for path in SOURCES}
     users = {name for name, calls in by_file.items() if calls}
-    assert {name for name in users if not name.startswith("runtimes/")} == PROGRAMS
+    assert {name for name in users if not name.startswith("runtimes/")} == PROGRAMS | ENCODERS
+    assert all(by_file[name] == {"P2POp"} for name in ENCODERS)
     assert by_file["runtimes/gloo_transport.py"] | by_file["runtimes/process_group.py"]
     assert communication("import torch.distributed as d\nd.all_reduce(x)") == {"all_reduce"}
     assert communication("from torch.distributed import isend, get_rank") == {"isend"}
