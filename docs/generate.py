@@ -17,6 +17,7 @@ from thinwire import codecs, zoo
 from thinwire.bench import codecs as codec_bench
 from thinwire.bench import collectives as collective_bench
 from thinwire.bench import formats as format_bench
+from thinwire.bench import parallel as parallel_bench
 from thinwire.bench import simulate as bench_simulate
 from thinwire.bench import training as training_bench
 from thinwire.cli.codecs import STUDY_NETS
@@ -197,6 +198,14 @@ def training_tables(device: str) -> str:
     return "\n\n".join(parts)
 
 
+def parallel_tables(device: str) -> str:
+    record = result("parallel", device)
+    parts = [f"{where_trained(record) if device == 'cuda' else made(record)}."]
+    for title, header, rows in parallel_bench.tables(record):
+        parts.append(f"#### {title}\n\n" + table(list(header), [list(row) for row in rows]))
+    return "\n\n".join(parts)
+
+
 def where_trained(record: dict[str, Any]) -> str:
     """The GPU that all hosts share, and when and by which commits cells were measured."""
     cells = record["cells"]
@@ -281,6 +290,8 @@ PARTS = {
     "training": partial(training_tables, "cpu"),
     "training-cuda": partial(training_tables, "cuda"),
     "training-summary": training_summary,
+    "parallel-cpu": partial(parallel_tables, "cpu"),
+    "parallel-cuda": partial(parallel_tables, "cuda"),
     "schedules": schedule_list,
     "collective-speed": lambda: collective_tables("cpu"),
     "collective-speed-cuda": lambda: collective_tables("cuda"),
