@@ -5,6 +5,7 @@ Calls are compared with an answer of their own: codecs that encode and decode on
 
 import copy
 import io
+import json
 import math
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import thinwire
 from thinwire import Channel, CodecError, InputError, Stream, codecs, policy
-from thinwire.integrations import reshard
+from thinwire.integrations import reshard, sharded_auto
 from thinwire.integrations.fsdp_seam import sharded_groups
 from thinwire.policy import Policy, Rule
 
@@ -473,7 +474,6 @@ def refusals(device, rank, world):
     raises(CodecError, "low-rank", thinwire.attach, net, "powersgd")
     raises(CodecError, "agree", thinwire.attach, net, "aps8")
     raises(CodecError, "feed back", thinwire.attach, net, "int8", weights="int4/128+ef")
-    raises(InputError, "auto is for", thinwire.attach, net, "auto")
     raises(InputError, "HSDP", thinwire.attach, net, "int8", inside="int8")
     raises(thinwire.PolicyError, "itn8", thinwire.attach, net, "itn8")
     raises(InputError, "wrap it", thinwire.attach, Net(), "int8")
@@ -519,7 +519,36 @@ def counts(device, rank, world):
     assert (alone.step, alone.sent_nbytes) == (2, 0)
 
 
+def auto(device, rank, world):
+    """It tries every candidate, all ranks choose the same, and training goes on with equal bits."""
+    net = build(device, meshed(device, world))
+    handle = thinwire.attach(net, "auto")
+    steps = len(sharded_auto.CANDIDATES) * (sharded_auto.SETTLE[device.type] + sharded_auto.TRIAL) + 1
+    train(net, device, rank, steps - 1)
+    assert not handle.auto.settled
+    train(net, device, rank, 4, first=steps)
+    assert handle.auto.settled
+    described = handle.stats()["auto"]
+    assert len(set(everyone(json.dumps(described)))) == 1, "ranks chose or measured differently"
+    assert all(seconds > 0 for seconds in described["candidates"].values())
+    chosen = handle.auto.chosen
+    assert handle.stats()["label"] == f"auto -> {chosen.gradients}"
+    assert (handle.parameters.policy.name if handle.parameters.policy else None) == chosen.weights
+    assert handle.gradients.policy.name == chosen.gradients
+    assert all(each.isfinite().all() for each in weights(net))
+    again = thinwire.attach(build(device, meshed(device, world)), "auto")
+    again.load_state_dict(handle.state_dict())
+    assert (again.auto.chosen, again.step) == (chosen, handle.step)
+    onebit = build(device, meshed(device, world))
+    lossy = thinwire.attach(onebit, "onebit")
+    train(onebit, device, rank, 2)
+    fresh = thinwire.attach(build(device, meshed(device, world)), "auto")
+    fresh.load_state_dict(lossy.state_dict())
+    assert not fresh.auto.settled
+    assert fresh.pending["head.weight"].norm() > 0, "its residuals are added to the next gradients"
+
+
 CHECKS = (
-    bits, gathered, plain, accumulation, options, not_finite, resumed, phases, refusals, counts,
+    bits, gathered, plain, accumulation, options, not_finite, resumed, phases, refusals, counts, auto,
 )  # fmt: skip
 SQUARE = (replicas, resharded)  #: for four ranks

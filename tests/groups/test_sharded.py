@@ -12,4 +12,4 @@ def test_every_check_holds_on_every_rank(said, world):
     assert {(line["check"], line["rank"]): line["wrong"] for line in lines if line["wrong"]} == {}
     checks = {line["check"] for line in lines}
     assert len(lines) == world * len(checks), complaints
-    assert len(checks) == (12 if world == 4 else 10)
+    assert len(checks) == (13 if world == 4 else 11)

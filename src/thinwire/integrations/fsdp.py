@@ -17,6 +17,7 @@ from thinwire.codecs.own import identity
 from thinwire.errors import InputError
 from thinwire.integrations.fsdp_seam import ShardedGroup, is_plain, sharded_groups
 from thinwire.integrations.sharded import ShardedHandle
+from thinwire.integrations.sharded_auto import ShardedAuto
 from thinwire.integrations.sharded_calls import Direction
 from thinwire.integrations.tell import tell
 from thinwire.policy import Policy
@@ -41,28 +42,32 @@ def attach(
     owns the residuals. Attaching again replaces the handle.
 
     codec: of gradients: a recipe, a spec, a `Codec`, a `Format`, a TOML file or a `Policy`. With HSDP it is
-        for the all-reduce between replicas, which is where the slow links usually are.
+        for the all-reduce between replicas, which is where the slow links usually are. `auto` tries codecs of
+        gradients and weights in the first steps, and keeps the fastest, or what torch sends.
     weights: of the all-gather of weights; None sends them as torch does. All ranks compute with the decoded
         weights, in the forward and in the backward pass; the optimizer's own weights stay as they are.
     inside: with HSDP, of the reduce-scatter among the ranks that share a replica; None: as torch does.
     seed: of random rounding.
     """
     groups = _checked(model)
-    gradients = _policy(codec)
+    chooses = weights is None and groups[0].replicas is None
+    auto = ShardedAuto(chooses_weights=chooses) if codec == AUTO else None
+    gradients = policy.get("fp32" if auto is not None else codec)
     if inside is not None and groups[0].replicas is None:
         raise InputError("inside= is for HSDP, a mesh of two dimensions; this model has one: leave it out")
     handle = ShardedHandle(
         gradients,
         groups,
-        None if weights is None else _policy(weights),
-        None if inside is None else _policy(inside),
+        None if weights is None else policy.get(weights),
+        None if inside is None else policy.get(inside),
         seed,
+        auto=auto,
     )
     _compare(handle)
     for before in _attached(groups):
         before.detach()
     for group in groups:
-        gather = handle.gather if handle.weights is not None else None
+        gather = handle.gather if handle.weights is not None or auto is not None else None
         average = handle.average if group.replicas is not None else None
         group.install(handle.reduce, gather, average)
     if handle.rank == 0:
@@ -79,12 +84,6 @@ def attached(model: nn.Module) -> ShardedHandle | None:
 def _attached(groups: Sequence[ShardedGroup]) -> Iterator[ShardedHandle]:
     handles = [group.owner for group in groups]
     yield from {id(handle): handle for handle in handles if isinstance(handle, ShardedHandle)}.values()
-
-
-def _policy(codec: AnySpec | Policy) -> Policy:
-    if codec == AUTO:
-        raise InputError("auto is for DistributedDataParallel; name a recipe for a sharded model: int8, int4")
-    return policy.get(codec)
 
 
 def _checked(model: nn.Module) -> list[ShardedGroup]:
@@ -114,7 +113,8 @@ def _compare(handle: ShardedHandle) -> None:
             own = [identity(get_codec(rule.codec)) for rule in direction.policy.rules]
             rules = zlib.crc32(f"{direction.policy.to_toml()}{own}".encode())
             detail += f", {direction.name} {direction.policy.name} with rules {rules:08x}"
-    call = Call("attach", handle.policy.name, (), "", "", detail)
+    name = AUTO if handle.auto is not None else handle.policy.name
+    call = Call("attach", name, (), "", "", detail)
     for group in (handle.shards, handle.replicas):
         if group is not None and group.size() > 1:
             process_group.runtime_of(group, handle.device).compare(call)
@@ -122,6 +122,8 @@ def _compare(handle: ShardedHandle) -> None:
 
 def _first_lines(handle: ShardedHandle) -> list[str]:
     """Say what is compressed, and how much memory residuals need."""
+    if handle.auto is not None:
+        return ["thinwire: auto: measuring during the first steps, beginning with what torch sends"]
     lines = [
         f"thinwire: {direction.name}: {_share(handle, direction)}"
         for direction in handle.directions

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class Handle:
     detached: bool = False
     joins: bool = False  #: on a GPU: whether no result is used before the last bucket's hook returns
     device: torch.device = torch.device("cpu")  #: of the gradients
+    tells_wait: ClassVar[bool] = True  #: whether metrics know how long training waited
     channels: dict[str, Channel] = field(default_factory=dict)  #: by codec
     metrics: Metrics = field(default_factory=Metrics)
     tensors: dict[int, tuple[nn.Parameter, TensorInfo]] = field(default_factory=dict)  #: by identity

@@ -43,7 +43,6 @@ NOT_MADE = "the script made no DistributedDataParallel or fully_shard model in t
 ALONE = "there is one process only, which sends nothing; start more with --nproc-per-node"
 OWN_HOOK = "DDP registered a hook of its own, for mixed precision or for an optimizer in the backward pass"
 OTHERS = "the script uses a hook of its own"
-NO_AUTO = "auto is for DistributedDataParallel models; name a recipe for a sharded one, such as --codec int8"
 SPAWNED = "the script starts processes itself (torch.multiprocessing), which thinwire launch does not reach"
 FSDP1 = "the script uses FullyShardedDataParallel, and thinwire compresses models of fully_shard (FSDP2)"
 #: Tells torch to use torchrun's store. Processes that a script starts itself have no such store, and would
@@ -170,10 +169,6 @@ class Models:
                 f"thinwire: the script calls thinwire.attach itself: --codec {self.job.codec} is not used"
             )
             handle = fsdp.attached(model)
-        elif self.job.codec == "auto":
-            self.refused.append(NO_AUTO)
-            self.say(f"thinwire: {NO_AUTO}")
-            return
         else:
             seed = self.job.seed + len(self.hooks)
             handle = fsdp.attach(model, self.job.codec, weights=self.job.weights, seed=seed)

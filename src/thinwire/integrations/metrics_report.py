@@ -59,7 +59,7 @@ def brief(handle: "Handle | ShardedHandle") -> dict[str, Any]:
         "step_s": metrics.step_s(),
         "seconds": metrics.seconds(),
         "usual_s": metrics.usual_s(),
-        "overlap": metrics.overlap(),
+        "overlap": metrics.overlap() if handle.tells_wait else None,
     }
 
 

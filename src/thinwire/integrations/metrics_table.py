@@ -43,9 +43,11 @@ def _head(stats: Mapping[str, Any]) -> list[str]:
     if stats["step_s"] is not None:
         lines.append(f"a step takes {stats['step_s'] * 1e3:,.1f} ms (median)")
     times = ", ".join(f"{name} {1e3 * seconds:,.2f}" for name, seconds in stats["usual_s"].items())
-    hidden = f"{stats['overlap']:.0%} of communication is hidden behind computing"
+    hidden = ""
+    if stats["overlap"] is not None:
+        hidden = f"; {stats['overlap']:.0%} of communication is hidden behind computing"
     which = "on average after the first two" if stats["steps"] > FIRST else "of the first, which are slower"
-    lines.append(f"ms of a step, {which}: {times}; {hidden}")
+    lines.append(f"ms of a step, {which}: {times}{hidden}")
     left = stats["uncompressed"]
     if left["tensors"]:
         why = "; ".join(f"{count}: {reason}" for reason, count in left["why"].items())

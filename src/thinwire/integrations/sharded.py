@@ -5,13 +5,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
+from thinwire import collectives
 from thinwire.errors import InputError
 from thinwire.integrations import run as sending
 from thinwire.integrations import sharded_calls as calls
@@ -21,6 +22,7 @@ from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.metrics_table import print_summary
 from thinwire.integrations.routes import BucketPlan, GradientPlace, Route, RoutedTensor, schedule_of
 from thinwire.integrations.routes import make as make_bucket
+from thinwire.integrations.sharded_auto import ShardedAuto
 from thinwire.integrations.sharded_calls import GRADIENTS, REPLICAS, WEIGHTS, Direction, ShardCall
 from thinwire.integrations.sharded_report import describe
 from thinwire.policy import Policy, TensorInfo
@@ -43,8 +45,10 @@ class ShardedHandle:
     detached: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     pending: dict[str, Tensor] = field(default_factory=dict)  #: residuals for the next gradients, by name
-    auto: None = None
+    tells_wait: ClassVar[bool] = False  #: FSDP waits where it needs a tensor, which thinwire does not see
+    auto: ShardedAuto | None = None  #: chooses the policies, with "auto"
     _pass: int = -2  #: the backward pass of the last reduction
+    _next_weights: list[Policy | None] = field(default_factory=list)  #: from the next forward pass on
     _weights_step: int = 0  #: the step whose random numbers round weights, in forward and backward alike
 
     def __post_init__(self) -> None:
@@ -147,14 +151,18 @@ class ShardedHandle:
         direction, runtime = self.parameters, runtime_of(shards, given.device)
         plain = (runtime.world - 1) * given.numel() * given.element_size()
         wanted = sum(each.numel for each in group.parameters)
+        forward = torch._C._current_graph_task_id() == -1
+        if forward and self._next_weights:
+            direction.policy = self._next_weights.pop()
         # Inside a smaller group (reshard_after_forward=N) the weights are decoded ones already.
-        if self.detached or shards is not group.shards or given.numel() != wanted:
+        decoded = shards is not group.shards or given.numel() != wanted
+        if self.detached or decoded or direction.policy is None:
             self._count(direction, plain, plain)
             return False
         if direction.is_noop:
             output.view(runtime.world, -1).copy_(given.clone())
             return self._count(direction, 0, plain)
-        if torch._C._current_graph_task_id() == -1:  # a forward pass; the backward pass needs the same bits
+        if forward:  # the backward pass needs the same bits
             self._weights_step = self.step
         call = self._call(direction, group, group.parameters, runtime, given)
         if call is None:
@@ -187,6 +195,23 @@ class ShardedHandle:
             self._pass = now
             self.metrics.begin_step(self.device)
             self.step += 1
+            if self.auto is not None:
+                self.auto.begin_step(self)
+
+    def follow(self, policy: Policy, weights: Policy | None) -> None:
+        """Use other policies: for gradients from now on, for weights from the next forward pass on."""
+        self.policy = policy
+        (self.averages if self.replicas is not None else self.gradients).policy = policy
+        if self.auto is not None and self.auto.chooses_weights:
+            self._next_weights = [weights]
+
+    def agree(self, number: float) -> float:
+        """Return the mean over all ranks."""
+        mean = torch.tensor([number], dtype=torch.float32, device=self.device)
+        for group in (self.shards, self.replicas):
+            if group is not None and group.size() > 1:
+                collectives.all_reduce(mean, "fp32", "avg", group, "two_shot")
+        return mean.item()
 
     def _count(self, direction: Direction, sent: int, plain: int) -> bool:
         direction.sent_nbytes += sent
@@ -219,12 +244,13 @@ class ShardedHandle:
         assert direction.policy is not None
         step = max(0, self.step - 1)
         phase = direction.policy.phase(step, self.epoch)
-        key = direction.name, tuple(map(id, parameters)), phase, weight, given.dtype, given.device
+        names = direction.name, direction.policy.name
+        key = names, tuple(map(id, parameters)), phase, weight, given.dtype, given.device
         if key not in group.plans:
             rules = [direction.rule(each.info, step, self.epoch) for each in parameters]
             group.plans[key] = calls.make(direction, parameters, rules, runtime, given, weight)
-        if direction is self.gradients and group.phase != phase:
-            group.phase = phase
+        if direction is self.gradients and group.phase != (names, phase):
+            group.phase = names, phase
             self._switch(parameters, step, given, runtime.world)
         known: ShardCall | None = group.plans[key]
         return known
@@ -271,7 +297,8 @@ class ShardedHandle:
         assert direction.policy is not None
         step = max(0, self.step - 1)
         phase = direction.policy.phase(step, self.epoch)
-        key = direction.name, tuple(map(id, group.present)), phase, values.dtype, values.device
+        names = direction.name, direction.policy.name
+        key = names, tuple(map(id, group.present)), phase, values.dtype, values.device
         if key not in group.plans:
             sent, places, at = [], [], 0
             for parameter in group.present:

@@ -25,7 +25,7 @@ VERSION = 1
 KIND = "sharded"
 NUMBERS = ("version", "step", "epoch", "rank", "world", "shards")
 MAPPINGS = ("channels", "codecs", "dims", "pending")
-TEXTS = ("kind", "policies")
+TEXTS = ("kind", "policies", "auto")
 
 
 def is_sharded(state: object) -> bool:
@@ -40,6 +40,7 @@ def save(handle: "ShardedHandle") -> dict[str, Any]:
         "version": VERSION,
         "kind": KIND,
         "policies": _policies(handle),
+        "auto": str(handle.auto.chosen) if handle.auto is not None and handle.auto.chosen is not None else "",
         "step": handle.step,
         "epoch": handle.epoch,
         "rank": handle.rank,
@@ -58,6 +59,14 @@ def save(handle: "ShardedHandle") -> dict[str, Any]:
 def load(handle: "ShardedHandle", state: Mapping[str, Any]) -> None:
     """Load a state; change nothing if it does not fit."""
     channels = check(state)
+    if handle.auto is not None and handle.auto.settle(handle, state["auto"]):
+        for group in handle.groups:
+            group.plans.clear()
+    if handle.auto is not None and not handle.auto.settled:  # it measures again; residuals are not lost
+        _check_names(handle, state, channels)
+        handle.pending = _gradient_residuals(state, handle.shapes)
+        handle.step, handle.epoch = state["step"], state["epoch"]
+        return
     if state["policies"] != _policies(handle):
         raise InputError("the state is of other policies; attach with those, or start without its residuals")
     here = handle.rank, handle.world, handle.shards.size()

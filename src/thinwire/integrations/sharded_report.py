@@ -33,7 +33,7 @@ def describe(handle: "ShardedHandle") -> dict[str, Any]:
         "layers": layers,
         "uncompressed": uncompressed(layers),
         "level": None,
-        "auto": None,
+        "auto": handle.auto.describe() if handle.auto is not None else None,
     }
 
 
