@@ -7,16 +7,14 @@ Every rank prints a line of JSON for every check: what went wrong ("" if nothing
 
 import hashlib
 import io
-import json
 import os
 import signal
 import sys
 import time
-import traceback
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from ranks import join, run, run_all
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -485,41 +483,13 @@ CHECKS = (
 
 
 def main(names):
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    known = {check.__name__: check for check in (*CHECKS, *FAULTS)}
-    torch.cuda.set_device(0)
-    torch.set_num_threads(1)
-    faulty = names[0] in {check.__name__ for check in FAULTS}
-    dist.init_process_group("nccl", timeout=timedelta(seconds=FAULTS_S if faulty else TIMEOUT_S))
-    for name in names:
-        began, wrong = time.monotonic(), ""
-        try:
-            known[name](rank, world)
-        except Exception:  # noqa: BLE001
-            wrong = traceback.format_exc()[-1500:]
-        torch.cuda.synchronize()
-        seconds = round(time.monotonic() - began, 1)
-        sys.stdout.write(json.dumps({"check": name, "rank": rank, "wrong": wrong, "seconds": seconds}) + "\n")
-        sys.stdout.flush()
-        if not faulty:
-            dist.barrier()
-    torch.cuda.synchronize()
-    if not faulty:
-        leave_together(rank, world)
-    os._exit(0)
-
-
-def leave_together(rank, world):
-    """NCCL still sends from the host's memory when a kernel is over: a rank that leaves may cut others off.
-
-    The first rank, which has the store, leaves last.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    for what, wanted in (("over", world), ("gone", world - 1)):
-        if what == "over" or rank > 0:
-            store.add(what, 1)
-        while (what == "over" or rank == 0) and store.add(what, 0) < wanted:
-            time.sleep(0.01)
+    if names[0] not in {check.__name__ for check in FAULTS}:
+        run_all(CHECKS, names, *join(TIMEOUT_S))
+    rank, world = join(FAULTS_S)
+    for check in FAULTS:
+        if check.__name__ in names:
+            run(check, check.__name__, rank, world)
+    os._exit(0)  # others may be gone: nobody waits
 
 
 if __name__ == "__main__":

@@ -5,16 +5,11 @@
 Every rank prints a line of JSON for every check: what went wrong ("" if nothing), and the time it took.
 """
 
-import json
-import os
 import sys
-import time
-import traceback
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from nccl_program import digest, leave_together
+from nccl_program import digest
+from ranks import join, run_all
 from torch import nn
 from torch.distributed import pipelining
 
@@ -175,27 +170,5 @@ def disagree(rank, world):
 CHECKS = (schedules, sixteen_bits, many_steps, delta, disagree)
 
 
-def main(names):
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    known = {check.__name__: check for check in CHECKS}
-    torch.cuda.set_device(0)
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=TIMEOUT_S), device_id=DEVICE)
-    for name in names:
-        began, wrong = time.monotonic(), ""
-        try:
-            known[name](rank, world)
-        except Exception:  # noqa: BLE001
-            wrong = traceback.format_exc()[-1500:]
-        torch.cuda.synchronize()
-        seconds = round(time.monotonic() - began, 1)
-        sys.stdout.write(json.dumps({"check": name, "rank": rank, "wrong": wrong, "seconds": seconds}) + "\n")
-        sys.stdout.flush()
-        dist.barrier()
-    torch.cuda.synchronize()
-    leave_together(rank, world)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_all(CHECKS, sys.argv[1:], *join(TIMEOUT_S, device_id=DEVICE))

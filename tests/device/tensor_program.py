@@ -6,16 +6,12 @@ Every rank prints a line of JSON for every check: what went wrong ("" if nothing
 """
 
 import hashlib
-import json
-import os
 import sys
-import time
-import traceback
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as theirs
+from ranks import join, run_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -210,38 +206,6 @@ CHECKS = (
 )  # fmt: skip
 
 
-def main(names):
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(0)
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group("nccl", timeout=timedelta(seconds=TIMEOUT_S))
-    known = {check.__name__: check for check in CHECKS}
-    for name in names:
-        began, wrong = time.monotonic(), ""
-        try:
-            known[name](rank, world)
-        except Exception:  # noqa: BLE001
-            wrong = traceback.format_exc()[-1500:]
-        torch.cuda.synchronize()
-        seconds = round(time.monotonic() - began, 1)
-        sys.stdout.write(json.dumps({"check": name, "rank": rank, "wrong": wrong, "seconds": seconds}) + "\n")
-        sys.stdout.flush()
-        dist.barrier()
-    torch.cuda.synchronize()
-    leave_together(rank, world)
-    os._exit(0)
-
-
-def leave_together(rank, world):
-    """The first rank, which has the store, leaves last: see `nccl_program.py`."""
-    store = dist.distributed_c10d._get_default_store()
-    for what, wanted in (("over", world), ("gone", world - 1)):
-        if what == "over" or rank > 0:
-            store.add(what, 1)
-        while (what == "over" or rank == 0) and store.add(what, 0) < wanted:
-            time.sleep(0.01)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    torch.backends.cuda.matmul.allow_tf32 = False
+    run_all(CHECKS, sys.argv[1:], *join(TIMEOUT_S))

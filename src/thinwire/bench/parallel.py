@@ -8,11 +8,12 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from thinwire import machine
 from thinwire.bench.formats import Progress, Table
-from thinwire.bench.training import LOOPBACK, at_least, failure
+from thinwire.bench.training import LOOPBACK, at_least, failure, read_cells
 from thinwire.errors import InputError, LabError, unknown
 from thinwire.lab import Lab
 
@@ -28,7 +29,7 @@ OVER_PLAIN, OVER_HALF = 3.0, 1.6  # targets of int8
 COLUMNS = ("kind", "method", "step ms", "to fp32", "to bf16", "sent MB", "interface MB", "gradient error")
 
 
-def run(
+def run(  # noqa: PLR0913
     kinds: Sequence[str] | None = None,
     places: Sequence[tuple[int, str]] | None = None,
     methods: Sequence[str] | None = None,
@@ -36,6 +37,7 @@ def run(
     *,
     seconds: float = 10.0,
     device: str = "cpu",
+    commit: str | None = None,
     known: Sequence[Cell] = (),
     keep: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
@@ -59,10 +61,15 @@ def run(
         progress(f"{hosts} hosts, {link}: {', '.join(wanted)}")
         with Lab(hosts=hosts, link=link, device=device) as lab:
             for cell in measure(lab, wanted, methods, seconds, device):
-                origin = {"commit": machine.commit(), "date": machine.now()}
+                origin = {"commit": commit or machine.commit(), "date": machine.now()}
                 done[hosts, link, cell["kind"]] = summed_up({"link": link, **origin, **cell})
                 keep(_result(done, device))
     return _result(done, device)
+
+
+def saved_cells(path: Path) -> list[Cell]:
+    """Return the cells of a saved result, for `known`."""
+    return read_cells(path, "parallel", tables, _place)
 
 
 def _place(cell: Cell) -> tuple[int, str, str]:

@@ -109,13 +109,20 @@ def _result(done: Mapping[tuple[int, str, str], Cell], device: str) -> dict[str,
 
 def saved_cells(path: Path) -> list[Cell]:
     """Return the cells of a saved result, for `known`."""
+    return read_cells(path, "training", tables, _place)
+
+
+def read_cells(
+    path: Path, bench: str, tables: Callable[[dict[str, Any]], object], place: Callable[[Cell], object]
+) -> list[Cell]:
+    """Return the cells of a saved result of a bench, if its tables can be made from them."""
     try:
         cells: list[Cell] = json.loads(path.read_text())["cells"]
         tables({"cells": cells, "summary": []})
-        return [cell for cell in cells if _place(cell)]
+        return [cell for cell in cells if place(cell)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"{path} is no result of `thinwire bench training` ({type(error).__name__}: {error}); "
+            f"{path} is no result of `thinwire bench {bench}` ({type(error).__name__}: {error}); "
             "move it away, or save into another folder"
         ) from None
 

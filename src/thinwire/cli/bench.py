@@ -1,6 +1,5 @@
 """The verbs of `thinwire bench`."""
 
-import json
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +17,9 @@ Numel = Annotated[
     int | None, typer.Option(help="Number of values; default 16M on a CPU, 256M on a GPU.", min=1024)
 ]
 Commit = Annotated[str | None, typer.Option(help="Commit to record, if this is not a git checkout.")]
+Hosts = Annotated[int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=2)]
+Link = Annotated[str | None, typer.Option(help="Only this link: loopback, or a rate such as 1gbit.")]
+Add = Annotated[bool, typer.Option("--add", help="Add to the saved file; what it has is not measured again.")]
 
 
 @app.command("formats")
@@ -56,9 +58,7 @@ def bench_collectives(
     hosts: Annotated[
         int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=1)
     ] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Only this link: loopback, or a rate such as 1gbit.")
-    ] = None,
+    link: Link = None,
     specs: Annotated[
         list[str] | None, typer.Option("--codec", help="Only these codecs; any spec, or spec@schedule.")
     ] = None,
@@ -85,12 +85,8 @@ def bench_training(  # noqa: PLR0913
             help="Only these: vgg, resnet, lstm, transformer; on a GPU gpt2, resnet50, vgg19.",
         ),
     ] = None,
-    hosts: Annotated[
-        int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=2)
-    ] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Only this link: loopback, or a rate such as 1gbit.")
-    ] = None,
+    hosts: Hosts = None,
+    link: Link = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,9 +97,7 @@ def bench_training(  # noqa: PLR0913
     seconds: Annotated[
         float, typer.Option(help="Seconds of timed steps for each network, hosts and link.")
     ] = 15.0,
-    add: Annotated[
-        bool, typer.Option("--add", help="Add to the saved file; what it has is not measured again.")
-    ] = False,
+    add: Add = False,
     save: Save = None,
     commit: Commit = None,
     as_json: Json = False,
@@ -112,22 +106,11 @@ def bench_training(  # noqa: PLR0913
 
     With --save, each measurement is saved when it is done. To continue a stopped run, use --add.
     """
-    from thinwire import machine
     from thinwire.bench import training
 
-    name = f"training-{device}"
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
-    path = save / f"{name}.json" if save else None
-    known = training.saved_cells(path) if add and path is not None and path.exists() else ()
-
-    def keep(result: dict[str, Any]) -> None:
-        if save:
-            result["commit"] = commit or result["commit"]
-            machine.save(result, save, name)
-
-    run = partial(training.run, seconds=seconds, device=device, commit=commit, known=known, keep=keep)
-    bench = SimpleNamespace(run=run, tables=training.tables)
-    _report(bench, name, (networks, places, methods), save, commit, as_json)
+    options = {"seconds": seconds, "device": device, "commit": commit}
+    _by_cell(training, f"training-{device}", (networks, places, methods), options, add, save, commit, as_json)
 
 
 @app.command("parallel")
@@ -137,21 +120,15 @@ def bench_parallel(  # noqa: PLR0913
         list[str] | None,
         typer.Option("--kind", help="Only these: fsdp, hsdp, tensor, sequence, pipeline, expert."),
     ] = None,
-    hosts: Annotated[
-        int | None, typer.Option(help="Only this many hosts; 2 if only --link is given.", min=2)
-    ] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Only this link: loopback, or a rate such as 1gbit.")
-    ] = None,
+    hosts: Hosts = None,
+    link: Link = None,
     methods: Annotated[
         list[str] | None, typer.Option("--method", help="Only these beside fp32: bf16, or any recipe.")
     ] = None,
     seconds: Annotated[
         float, typer.Option(help="Seconds of timed steps for each kind, hosts and link.")
     ] = 10.0,
-    add: Annotated[
-        bool, typer.Option("--add", help="Add to the saved file; what it has is not measured again.")
-    ] = False,
+    add: Add = False,
     save: Save = None,
     commit: Commit = None,
     as_json: Json = False,
@@ -160,22 +137,11 @@ def bench_parallel(  # noqa: PLR0913
 
     With --save, each measurement is saved when it is done. To continue a stopped run, use --add.
     """
-    from thinwire import machine
     from thinwire.bench import parallel
 
-    name = f"parallel-{device}"
     places = [(hosts or 2, link or "1gbit")] if hosts or link else None
-    path = save / f"{name}.json" if save else None
-    known = json.loads(path.read_text())["cells"] if add and path is not None and path.exists() else ()
-
-    def keep(result: dict[str, Any]) -> None:
-        if save:
-            result["commit"] = commit or result["commit"]
-            machine.save(result, save, name)
-
-    run = partial(parallel.run, seconds=seconds, device=device, known=known, keep=keep)
-    bench = SimpleNamespace(run=run, tables=parallel.tables)
-    _report(bench, name, (kinds, places, methods), save, commit, as_json)
+    options = {"seconds": seconds, "device": device, "commit": commit}
+    _by_cell(parallel, f"parallel-{device}", (kinds, places, methods), options, add, save, commit, as_json)
 
 
 @app.command("simulate")
@@ -190,6 +156,31 @@ def bench_simulate(
     from thinwire.bench import simulate as bench_simulate
 
     _report(bench_simulate, f"simulate-{device}", (device, quick), save, commit, as_json)
+
+
+def _by_cell(
+    bench: ModuleType,
+    name: str,
+    what: tuple[Any, ...],
+    options: dict[str, Any],
+    add: bool,
+    save: Path | None,
+    commit: str | None,
+    as_json: bool,
+) -> None:
+    """Run a bench whose cells are saved one by one, so that a stopped run can go on."""
+    from thinwire import machine
+
+    path = save / f"{name}.json" if save else None
+    known = bench.saved_cells(path) if add and path is not None and path.exists() else ()
+
+    def keep(result: dict[str, Any]) -> None:
+        if save:
+            result["commit"] = commit or result["commit"]
+            machine.save(result, save, name)
+
+    run = partial(bench.run, **options, known=known, keep=keep)
+    _report(SimpleNamespace(run=run, tables=bench.tables), name, what, save, commit, as_json)
 
 
 def _report(
