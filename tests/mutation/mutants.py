@@ -3,6 +3,7 @@
     python tests/mutation/mutants.py map                        which test runs which line: once, 15 minutes
     python tests/mutation/mutants.py run --count 60 --seed 7    draw 60 bugs; those that survive are printed
     python tests/mutation/mutants.py run --only cli,report      in these folders or files
+    python tests/mutation/mutants.py run --quick                without tests of several processes
 
 A bug is a small change of the syntax tree that a tired person could have made: a comparison or a sign turned
 around, a bound off by one, a condition negated, a keyword argument or a statement forgotten, two arguments
@@ -17,33 +18,57 @@ import argparse
 import ast
 import copy
 import json
+import multiprocessing
 import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "thinwire"
 MAP = ROOT / ".mutation.json"
-#: Tests of several processes, which no map sees, by folder or file of the package that they are about.
+GLOO, DDP, FAULTS = (f"tests/groups/test_{each}.py" for each in ("gloo", "ddp", "faults"))
+BLOCKS, SEGMENTS, GEMM = (f"tests/device/test_{each}.py" for each in ("blocks", "segments", "gemm"))
+#: Tests that the map does not see, by the beginning of the file that they are about: those of several
+#: processes, and those of GPU programs, which run in Triton's interpreter where there is no GPU.
 GROUPS = {
-    "runtimes/mpi": ["tests/groups/test_mpi.py"],
-    "runtimes": ["tests/groups/test_gloo.py", "tests/groups/test_ddp.py", "tests/groups/test_faults.py"],
-    "integrations/launch": ["tests/launch"],
-    "integrations/job_status": ["tests/launch"],
-    "integrations/dcp": ["tests/groups/test_dcp.py"],
-    "integrations": ["tests/groups/test_ddp.py"],
-    "collectives": ["tests/groups/test_gloo.py"],
-    "lab": ["tests/lab"],
-    "study": ["tests/groups/test_study.py"],
+    "bench/collective": ["tests/unit/test_bench_collectives.py"],
     "bench/training": ["tests/unit/test_bench_training.py"],
+    "cli/watch": ["tests/launch/test_status.py"],
+    "cli/demo": ["tests/groups/test_study.py"],
+    "clock": [DDP],
+    "collectives": [GLOO, "tests/groups/test_programs.py"],
+    "integrations": [DDP],
+    "integrations/dcp": ["tests/groups/test_dcp.py"],
+    "integrations/job_status": ["tests/launch/test_status.py", "tests/launch/test_launch.py"],
+    "integrations/launch": ["tests/launch/test_launch.py"],
+    "integrations/metrics_": [DDP, "tests/launch/test_launch.py"],
+    "kernels/__init__": [SEGMENTS],
+    "kernels/block_cuda": [BLOCKS],
+    "kernels/cast_cuda": ["tests/device/test_casts.py"],
+    "kernels/cuda": ["tests/device/test_kernels.py"],
+    "kernels/gemm_": [GEMM],
+    "kernels/segment_": [SEGMENTS],
+    "kernels/select_cuda": ["tests/device/test_select.py"],
+    "kernels/selftest": [BLOCKS],
+    "kernels/tally": ["tests/device/test_tally.py"],
+    "lab": ["tests/lab"],
+    "report": ["tests/report"],
+    "runtimes": [GLOO, DDP, FAULTS],
+    "runtimes/mpi": ["tests/groups/test_mpi.py"],
+    "runtimes/process_group": [GLOO, FAULTS, "tests/groups/test_exit.py"],
+    "runtimes/worker": [GLOO, FAULTS, "tests/groups/test_exit.py"],
+    "schedules/collectives": [GLOO, "tests/groups/test_programs.py"],
+    "study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
 }
 MOST_TESTS = 60  #: of one line; the quickest are run
 PATIENCE_S = 420
@@ -235,26 +260,40 @@ def make_map() -> None:
         covered = ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
         options = ["-q", "-m", "not rest", "-n", "2", "--timeout=600", "-p", "no:cacheprovider"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data)}
+        environment["PYTHONPATH"] = str(SOURCE.parent)  # this checkout, whichever one is installed
         subprocess.run(
             [sys.executable, "-m", "pytest", *options, *several, *covered], cwd=ROOT, env=environment
         )
-        tests: dict[str, dict[str, set[str]]] = {}
+        numbers: dict[str, int] = {}
+        tests: dict[str, dict[str, set[int]]] = {}
         for path in Path(folder).glob("coverage*"):
             held = CoverageData(basename=str(path))
             held.read()
             for file in held.measured_files():
                 lines = tests.setdefault(str(Path(file).resolve().relative_to(ROOT)), {})
                 for line, contexts in held.contexts_by_lineno(file).items():
-                    lines.setdefault(str(line), set()).update(each.split("|")[0] for each in contexts if each)
+                    names = [each.split("|")[0] for each in contexts if each]
+                    lines.setdefault(str(line), set()).update(
+                        numbers.setdefault(each, len(numbers)) for each in names
+                    )
         found = {file: {line: sorted(each) for line, each in lines.items()} for file, lines in tests.items()}
-        MAP.write_text(json.dumps(found))
+        MAP.write_text(json.dumps({"tests": list(numbers), "lines": found}))
 
 
-def tests_of(bug: Bug, known: dict[str, dict[str, list[str]]]) -> list[str]:
-    """Tests that run the line, or the nearest before it; then those of several processes."""
-    lines = known.get(bug.path, {})
+@dataclass(frozen=True)
+class Known:
+    """Names of tests, and for every line of every file the numbers of those that run it."""
+
+    tests: list[str]
+    lines: dict[str, dict[str, list[int]]]
+
+
+def tests_of(bug: Bug, known: Known) -> list[str]:
+    """Tests that run the line, or the nearest before it, or else the file; then those that the map misses."""
+    lines = known.lines.get(bug.path, {})
     at = next((str(line) for line in range(bug.line, max(0, bug.line - 6), -1) if str(line) in lines), "")
-    single = lines.get(at, [])
+    numbers = lines.get(at) or sorted({each for found in lines.values() for each in found})
+    single = [known.tests[each] for each in numbers]
     files: dict[str, list[str]] = {}
     for each in single:
         files.setdefault(each.split("::")[0], []).append(each)
@@ -272,7 +311,6 @@ class Slot:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shutil.copytree(SOURCE, folder / "thinwire")
-        self.environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
 
     def noticed_by(self, bug: Bug, tests: list[str]) -> str:
         """The first test that fails with the bug; "" if all pass."""
@@ -280,33 +318,59 @@ class Slot:
         (self.folder / inner).write_text(bug.text)
         try:
             single = [each for each in tests if "::" in each]
-            for part in ([single] if single else []) + [[each] for each in tests if "::" not in each]:
-                failed = self._failed(part)
-                if failed:
-                    return failed
-            return ""
+            files = [each for each in tests if "::" not in each]
+            parts = [single] if single else []
+            parts += [["-m", which, each] for which in ("not rest", "rest") for each in files]
+            return next((failed for failed in map(self._failed, parts) if failed), "")
         finally:
             shutil.copy2(ROOT / bug.path, self.folder / inner)
 
     def _failed(self, tests: list[str]) -> str:
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=200"]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", *options, *tests],
-                cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"{tests[0]} (time-out)"
-        if done.returncode in (0, 5):
+        said = self.folder / "said"
+        child = WARM.Process(target=_pytest, args=(str(self.folder), str(said), tests))
+        child.start()
+        child.join(PATIENCE_S)
+        if child.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid or 0, signal.SIGKILL)
+            child.join()
+            return f"{tests[-1]} (time-out)"
+        if child.exitcode in (0, 5):
             return ""
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0] if failed else (done.stdout + done.stderr)[-200:]
+        text = said.read_text(errors="replace")
+        failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return failed[0] if failed else text[-200:]
 
 
-def run(count: int, seed: int, only: list[str], jobs: int) -> int:
+#: Starts processes that have torch loaded, which takes longer than most tests.
+WARM = multiprocessing.get_context("forkserver")
+
+
+def _pytest(folder: str, said: str, tests: list[str]) -> None:
+    """Run tests with the package in a folder; in a process, and a group of processes, of its own."""
+    os.setsid()
+    with Path(said).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(ROOT)
+    os.environ |= {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+    sys.path[:] = [folder, *(each for each in sys.path if each != str(SOURCE.parent))]
+    sys.argv = ["pytest"]
+    import pytest
+    import torch
+
+    torch.set_num_threads(1)
+    found = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", "--timeout=200", *tests])
+    sys.stdout.flush()
+    os._exit(int(found))
+
+
+def run(count: int, seed: int, only: list[str], jobs: int, quick: bool) -> int:
     """Put bugs in, one at a time; the number of survivors."""
-    known = json.loads(MAP.read_text()) if MAP.exists() else {}
+    known = Known(**json.loads(MAP.read_text())) if MAP.exists() else Known([], {})
     bugs = draw(count, seed, only)
+    WARM.set_forkserver_preload(["torch", "numba", "pytest", "scipy.stats"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for number in range(jobs):
@@ -314,6 +378,7 @@ def run(count: int, seed: int, only: list[str], jobs: int) -> int:
 
         def one(bug: Bug) -> tuple[list[str], str, float]:
             slot, began, tests = free.get(), time.monotonic(), tests_of(bug, known)
+            tests = [each for each in tests if "::" in each or not quick]
             try:
                 return tests, slot.noticed_by(bug, tests) if tests else "", time.monotonic() - began
             finally:
@@ -341,11 +406,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     if asked.verb == "map":
         make_map()
     else:
-        run(asked.count, asked.seed, [each for each in asked.only.split(",") if each], asked.jobs)
+        run(
+            asked.count, asked.seed, [each for each in asked.only.split(",") if each], asked.jobs, asked.quick
+        )
 
 
 if __name__ == "__main__":
