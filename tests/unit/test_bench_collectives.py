@@ -38,9 +38,7 @@ def test_every_place_is_measured_and_then_every_size_on_loopback(asked):
         specs = list(bench.LEVEL_SPECS if link == bench.LEVELS else bench.SPECS)
         hooks = {"hooks": [] if link == bench.LEVELS else [bench.CORE_NUMEL]}
         assert call == (hosts, link, [bench.CORE_NUMEL], specs, 8.0, hooks)
-    assert sizes == [
-        (world, "loopback", list(bench.SIZES), ["int8/256"], 2.0, {}) for world in bench.WORLDS
-    ]
+    assert sizes == [(world, "loopback", list(bench.SIZES), ["int8/256"], 2.0, {}) for world in bench.WORLDS]
     assert said[0] == "2 hosts, 100mbit"
     assert said[-1] == "sizes on loopback, 8 ranks"
     assert len(said) == len(asked) == len(found["rows"])
@@ -59,7 +57,7 @@ def test_chosen_places_codecs_and_sizes_are_all_that_is_measured(asked):
 
 
 def test_a_gpu_shares_the_time_between_sizes_and_ends_with_stages(asked, monkeypatch):
-    monkeypatch.setattr(bench.machine, "default_numel", lambda device: 1)
+    monkeypatch.setattr(bench.machine, "default_numel", lambda _: 1)
     said = []
     bench.run("cuda", progress=said.append, seconds=20.0)
     for (hosts, link), call in zip(bench.GPU_PLACES, asked[:-1], strict=True):
@@ -97,7 +95,9 @@ class FakeLab:
 
 def test_a_lab_is_opened_for_every_place(monkeypatch):
     monkeypatch.setattr(bench, "Lab", FakeLab)
-    FakeLab.ended = SimpleNamespace(ok=True, outputs=('words\nRESULT [{"method": "a"}, {"method": "b"}]\n', ""))
+    FakeLab.ended = SimpleNamespace(
+        ok=True, outputs=('words\nRESULT [{"method": "a"}, {"method": "b"}]\n', "")
+    )
     found = bench.measure(4, "1gbit", (5,), ("bf16",), 2.0, hooks=(6,), device="cuda", stages=(7,))
     assert found == [{"link": "1gbit", "method": "a"}, {"link": "1gbit", "method": "b"}]
     assert FakeLab.options == {"hosts": 4, "link": "1gbit", "device": "cuda"}
@@ -167,7 +167,14 @@ def test_sizes_have_a_table_where_there_are_several():
 def test_stages_have_a_table_for_each_size():
     def stages(method, numel, *seconds):
         taken = dict(zip(("encode", "decode"), seconds, strict=True))
-        return {"method": method, "schedule": "stages", "link": "x", "world": 1, "numel": numel, "stages_s": taken}
+        return {
+            "method": method,
+            "schedule": "stages",
+            "link": "x",
+            "world": 1,
+            "numel": numel,
+            "stages_s": taken,
+        }
 
     rows = [stages("bf16", 1_000_000, 1e-3, 2e-3), stages("int8/256", 1_000_000, 3e-3, 4.5e-3)]
     found = bench.tables({"rows": [*rows, stages("bf16", bench.CORE_NUMEL, 1.0, 2.0)]})
@@ -213,7 +220,7 @@ def test_all_of_torchs_methods_are_means():
 def test_the_exact_mean_of_much_is_not_computed(monkeypatch):
     monkeypatch.setattr(worker, "LARGEST_CHECKED", 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "all_reduce", lambda x: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda _: None)
     assert worker._exact(torch.ones(3)).tolist() == [1.0] * 3
     assert worker._exact(torch.ones(4)).numel() == 0
 
@@ -345,8 +352,11 @@ def test_a_backward_pass_is_warmed_up_past_the_first_two_of_powersgd():
     model.register_comm_hook = lambda state, hook: (states.append(state), register(state, hook))
     worker._power_sgd(model)
     assert (states[0].matrix_approximation_rank, states[0].start_powerSGD_iter) == (4, 2)
+    seen = []
+    model.module.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
     step = worker._backward(model, 8)
     assert states[0].iter == 4
+    assert seen == [(1, 8)] * 4
     first = (step(torch.empty(0)), model.module.weight.grad.clone())[1]
     step(torch.empty(0))
     assert torch.allclose(model.module.weight.grad, first, atol=1e-4)  # of one pass: they do not add up
