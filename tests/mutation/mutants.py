@@ -1,6 +1,7 @@
 """Puts bugs into a copy of the package, one at a time, and counts those that the tests notice.
 
     python tests/mutation/mutants.py map                        which test runs which line: once, 15 minutes
+    python tests/mutation/mutants.py map tests/unit/test_x.py   the same for new tests, added to what is known
     python tests/mutation/mutants.py run --count 60 --seed 7    draw 60 bugs; those that survive are printed
     python tests/mutation/mutants.py run --only cli,report      in these folders or files
     python tests/mutation/mutants.py run --quick                without tests of several processes
@@ -8,7 +9,8 @@
 A bug is a small change of the syntax tree that a tired person could have made: a comparison or a sign turned
 around, a bound off by one, a condition negated, a keyword argument or a statement forgotten, two arguments
 swapped. Functions are drawn at random, each with the same chance; then a place in it, and a change. Only
-tests that run the changed line are run, those of several processes by folder (see GROUPS), until one fails.
+tests that run the changed line are run (a sample of them where there are very many), and those of several
+processes by file (see GROUPS), until one fails.
 A bug that no test notices is a survivor: a test is missing, or the change means nothing.
 
 It needs pytest-cov: pip install pytest-cov.
@@ -17,6 +19,7 @@ It needs pytest-cov: pip install pytest-cov.
 import argparse
 import ast
 import copy
+import itertools
 import json
 import multiprocessing
 import os
@@ -65,12 +68,13 @@ GROUPS = {
     "report": ["tests/report"],
     "runtimes": [GLOO, DDP, FAULTS],
     "runtimes/mpi": ["tests/groups/test_mpi.py"],
+    "runtimes/nccl": ["tests/device/test_nccl.py"],
     "runtimes/process_group": [GLOO, FAULTS, "tests/groups/test_exit.py"],
     "runtimes/worker": [GLOO, FAULTS, "tests/groups/test_exit.py"],
     "schedules/collectives": [GLOO, "tests/groups/test_programs.py"],
     "study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
 }
-MOST_TESTS = 60  #: of one line; the quickest are run
+FIRST_TESTS, MOST_TESTS = 60, 600  #: of one line: those that are run first, and in all
 PATIENCE_S = 420
 SKIPPED = (
     "_triton.py",
@@ -249,8 +253,11 @@ def _indented(text: str, column: int) -> str:
 # Tests
 
 
-def make_map() -> None:
-    """Run the quick tests of one process with coverage, and write which test runs which line."""
+def make_map(paths: list[str]) -> None:
+    """Run the quick tests of one process with coverage, and write which test runs which line.
+
+    With paths only these tests are run, and added to what is known.
+    """
     from coverage import CoverageData
 
     with tempfile.TemporaryDirectory() as folder:
@@ -262,10 +269,13 @@ def make_map() -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data)}
         environment["PYTHONPATH"] = str(SOURCE.parent)  # this checkout, whichever one is installed
         subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *several, *covered], cwd=ROOT, env=environment
+            [sys.executable, "-m", "pytest", *options, *several, *covered, *paths], cwd=ROOT, env=environment
         )
-        numbers: dict[str, int] = {}
-        tests: dict[str, dict[str, set[int]]] = {}
+        known = read_map() if paths else Known([], {})
+        numbers = {name: number for number, name in enumerate(known.tests)}
+        tests = {
+            file: {line: set(each) for line, each in lines.items()} for file, lines in known.lines.items()
+        }
         for path in Path(folder).glob("coverage*"):
             held = CoverageData(basename=str(path))
             held.read()
@@ -288,16 +298,22 @@ class Known:
     lines: dict[str, dict[str, list[int]]]
 
 
+def read_map() -> Known:
+    return Known(**json.loads(MAP.read_text())) if MAP.exists() else Known([], {})
+
+
 def tests_of(bug: Bug, known: Known) -> list[str]:
     """Tests that run the line, or the nearest before it, or else the file; then those that the map misses."""
     lines = known.lines.get(bug.path, {})
     at = next((str(line) for line in range(bug.line, max(0, bug.line - 6), -1) if str(line) in lines), "")
     numbers = lines.get(at) or sorted({each for found in lines.values() for each in found})
     single = [known.tests[each] for each in numbers]
-    files: dict[str, list[str]] = {}
+    random.Random(0).shuffle(single)
+    functions: dict[str, list[str]] = {}
     for each in single:
-        files.setdefault(each.split("::")[0], []).append(each)
-    chosen = [each for tests in files.values() for each in tests[: max(1, MOST_TESTS // len(files))]]
+        functions.setdefault(each.split("[")[0], []).append(each)
+    turns = itertools.zip_longest(*functions.values())  # every test once before one with other parameters
+    chosen = [each for turn in turns for each in turn if each is not None][:MOST_TESTS]
     inner = bug.path.removeprefix("src/thinwire/")
     several = next(
         (GROUPS[key] for key in sorted(GROUPS, key=len, reverse=True) if inner.startswith(key)), []
@@ -319,7 +335,7 @@ class Slot:
         try:
             single = [each for each in tests if "::" in each]
             files = [each for each in tests if "::" not in each]
-            parts = [single] if single else []
+            parts = [part for part in (single[:FIRST_TESTS], single[FIRST_TESTS:]) if part]
             parts += [["-m", which, each] for which in ("not rest", "rest") for each in files]
             return next((failed for failed in map(self._failed, parts) if failed), "")
         finally:
@@ -368,8 +384,7 @@ def _pytest(folder: str, said: str, tests: list[str]) -> None:
 
 def run(count: int, seed: int, only: list[str], jobs: int, quick: bool) -> int:
     """Put bugs in, one at a time; the number of survivors."""
-    known = Known(**json.loads(MAP.read_text())) if MAP.exists() else Known([], {})
-    bugs = draw(count, seed, only)
+    known, bugs = read_map(), draw(count, seed, only)
     WARM.set_forkserver_preload(["torch", "numba", "pytest", "scipy.stats"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
@@ -402,6 +417,7 @@ def say(line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("verb", choices=("map", "run"))
+    parser.add_argument("paths", nargs="*", help="with map: only these tests, added to the map")
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
@@ -409,7 +425,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     if asked.verb == "map":
-        make_map()
+        make_map(asked.paths)
     else:
         run(
             asked.count, asked.seed, [each for each in asked.only.split(",") if each], asked.jobs, asked.quick
