@@ -30,7 +30,7 @@ from thinwire import __version__, cli, formats, policy, report, zoo
 from thinwire.bench import codecs as bench_codecs
 from thinwire.bench import collectives as bench_collectives
 from thinwire.bench import formats as bench_formats
-from thinwire.bench import simulate_tables
+from thinwire.bench import simulate_tables, training_networks
 from thinwire.bench import training as bench_training
 from thinwire.cli import lab as cli_lab
 from thinwire.cli import watch
@@ -41,7 +41,7 @@ from thinwire.integrations import metrics_table
 from thinwire.report import page, reproductions
 from thinwire.study import convergence
 from thinwire.tables import print_table
-from thinwire.zoo import small
+from thinwire.zoo import recurrent, small, transformer
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -446,7 +446,22 @@ ZOO_ANSWERS = {
 }
 
 
+#: Networks with smaller widths: how they are made, what they are given, and the beginning of what they say.
+WORDS = torch.arange(6).view(1, 6) + 1
+NARROW = {
+    "gpt2": (lambda: transformer.GPT2(20, 8, 16, 2, 4), (WORDS,), [1.43, 1.4, 1.49, -0.917]),
+    "vit": (lambda: transformer.ViT(112, 16, 2, 4), (image(3, 224, 224),), [-0.737, -0.308, 0.588, 2.29]),
+    "biglstm": (lambda: recurrent.BigLSTM(20, 8, 12), (WORDS,), [0.84, 0.874, 0.818, 0.691]),
+    "gnmt": (lambda: recurrent.GNMT(20, 8), (WORDS % 5, WORDS), [0.226, 1.54, -0.0607, 0.362]),
+    "bench vgg": (training_networks.vgg, (image(3, 32, 32),), [1.2, 2.45, 1.62, 1.27]),
+    "bench resnet": (training_networks.resnet, (image(3, 32, 32),), [3.6, 0.222, -0.225, 2.02]),
+    "bench lstm": (lambda: training_networks.LSTM(20, 8), (WORDS,), [0.616, 1.61, 0.0693, 1.31]),
+}
+
+
 def test_networks_say_what_they_said():
+    for name, (make, given, expected) in NARROW.items():
+        assert answer(make(), *given) == pytest.approx(expected, rel=0.02, abs=0.002), name
     for name, expected in ANSWERS.items():
         x = torch.arange(16).view(1, 16) if name in small.TEXTS else image(*shape_for(name))
         assert answer(small.get(name, shape_for(name), 32), x) == pytest.approx(expected, rel=0.02, abs=0.002)

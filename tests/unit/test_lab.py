@@ -623,3 +623,23 @@ def test_ranks_on_loopback_meet_at_a_port_that_no_connection_gets_by_itself(monk
         monkeypatch.setattr(hosts.random, "sample", lambda *_: [taken.getsockname()[1], other])
         assert hosts._free_port() == other
     assert other < 32_768  # where the kernel's own begin
+
+
+def test_fast_links_are_measured_with_several_connections():
+    one, ten, forty = (parse_link(each) for each in ("1gbit", "10gbit", "40gbit"))
+    assert [probe._streams(each) for each in (None, one, ten, forty)] == [1, 1, 1, probe.STREAMS]
+    measured = {"from": 0, "to": 1, "nbytes": 5_000_000_000, "seconds": 2.0}
+    assert probe._compare(measured, forty) == {
+        "from": 0, "to": 1, "nominal_mbit_per_s": 40_000.0, "measured_mbit_per_s": 20_000.0, "share": 0.5,
+        "connections": probe.STREAMS,
+    }  # fmt: skip
+    free = probe._compare(measured, None)
+    assert (free["nominal_mbit_per_s"], free["share"], free["connections"]) == (None, None, 1)
+
+
+def test_the_start_of_a_process_is_that_of_ps():
+    ticks = os.sysconf("SC_CLK_TCK")
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    said = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True)
+    assert namespaces.start_time(os.getpid()) / ticks == pytest.approx(up_s - int(said.stdout), abs=3)
+    assert namespaces.start_time(2**22 + 1) is None
