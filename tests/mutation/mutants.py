@@ -48,6 +48,8 @@ GROUPS = {
     "bench/training": ["tests/unit/test_bench_training.py"],
     "cli/watch": ["tests/launch/test_status.py"],
     "cli/demo": ["tests/groups/test_study.py"],
+    "cli/progress": ["tests/groups/test_study.py"],
+    "cli/study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
     "clock": [DDP],
     "collectives": [GLOO, "tests/groups/test_programs.py"],
     "integrations": [DDP],

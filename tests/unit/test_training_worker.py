@@ -211,6 +211,21 @@ def test_what_ranks_tell_each_other():
     assert worker._here([1], torch.float64).dtype == torch.float64
 
 
+def test_rank_0_decides_and_the_slowest_counts(monkeypatch):
+    def broadcast(decision, source):
+        assert (source, decision.dtype) == (0, torch.uint8)
+        decision.fill_(1)
+
+    def all_reduce(times, op):
+        assert (op, times.dtype) == (dist.ReduceOp.MAX, torch.float64)
+        times += 1
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    assert worker._first_says(False) is True
+    assert worker._slowest([[1.0], [2.0]]) == [[2.0], [3.0]]
+
+
 def test_replicas_are_compared_by_all_their_bits(monkeypatch):
     trainee = prepared(worker.PLAIN)
     assert worker._replicas(trainee.model) == {"replicas_equal": True, "finite": True}
