@@ -4,6 +4,7 @@
     python tests/mutation/mutants.py map tests/unit/test_x.py   the same for new tests, added to what is known
     python tests/mutation/mutants.py run --count 60 --seed 7    draw 60 bugs; those that survive are printed
     python tests/mutation/mutants.py run --only cli,report      in these folders or files
+    python tests/mutation/mutants.py run --seed 7 --bugs 3,14   these of a sample, again
     python tests/mutation/mutants.py run --quick                without tests of several processes
 
 A bug is a small change of the syntax tree that a tired person could have made: a comparison or a sign turned
@@ -384,9 +385,9 @@ def _pytest(folder: str, said: str, tests: list[str]) -> None:
     os._exit(int(found))
 
 
-def run(count: int, seed: int, only: list[str], jobs: int, quick: bool) -> int:
+def run(bugs: dict[int, Bug], jobs: int, quick: bool) -> int:
     """Put bugs in, one at a time; the number of survivors."""
-    known, bugs = read_map(), draw(count, seed, only)
+    known = read_map()
     WARM.set_forkserver_preload(["torch", "numba", "pytest", "scipy.stats"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
@@ -402,7 +403,8 @@ def run(count: int, seed: int, only: list[str], jobs: int, quick: bool) -> int:
                 free.put(slot)
 
         survivors = 0
-        for number, (bug, (tests, by, seconds)) in enumerate(zip(bugs, pool.map(one, bugs), strict=True), 1):
+        found = pool.map(one, bugs.values())
+        for (number, bug), (tests, by, seconds) in zip(bugs.items(), found, strict=True):
             survivors += not by
             verdict = f"caught by {by}" if by else f"SURVIVED {len(tests)} tests"
             what = f"{bug.path}:{bug.line} {bug.function}, {bug.kind}: {bug.before!r} -> {bug.after!r}"
@@ -423,15 +425,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--bugs", default="", help="numbers of those that are put in; default: all")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     if asked.verb == "map":
         make_map(asked.paths)
     else:
-        run(
-            asked.count, asked.seed, [each for each in asked.only.split(",") if each], asked.jobs, asked.quick
-        )
+        drawn = draw(asked.count, asked.seed, [each for each in asked.only.split(",") if each])
+        numbers = [int(each) for each in asked.bugs.split(",") if each] or range(1, len(drawn) + 1)
+        run({number: drawn[number - 1] for number in numbers}, asked.jobs, asked.quick)
 
 
 if __name__ == "__main__":

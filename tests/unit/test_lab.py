@@ -151,6 +151,53 @@ def test_names_say_who_owns_them(monkeypatch, tmp_path):
     assert namespaces.clean() == []
 
 
+def test_only_what_is_left_over_needs_root(monkeypatch, tmp_path):
+    monkeypatch.setattr(namespaces, "FOLDER", tmp_path)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(tools, "find", lambda program: Path(program))
+    assert namespaces.clean() == []
+    (tmp_path / f"tw-{os.getpid()}-1-0-r0").touch()
+    with pytest.raises(LabError, match="needs root"):
+        namespaces.clean()
+
+
+def test_namespaces_are_removed_with_their_processes(monkeypatch, tmp_path):
+    """One that cannot be removed does not keep the others; one that is gone already is no error."""
+    monkeypatch.setattr(namespaces, "FOLDER", tmp_path)
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).touch()
+    inside, killed = {"a": [11, 12], "b": [], "c": [13], "d": []}, []
+
+    def run(*words):
+        name = words[-1]
+        if words[:3] == ("ip", "netns", "pids"):
+            found, inside[name] = inside[name], []
+            return " ".join(map(str, found))
+        assert words[:3] == ("ip", "netns", "delete")
+        if name == "d":
+            (tmp_path / name).unlink()
+        if name in "bd":
+            raise LabError(f"{name} is busy")
+        (tmp_path / name).unlink()
+        return ""
+
+    def kill(pid, number):
+        killed.append((pid, number))
+        if pid == 12:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(namespaces, "run", run)
+    monkeypatch.setattr(namespaces.os, "kill", kill)
+    with pytest.raises(LabError, match="b is busy"):
+        namespaces.remove(["a", "b", "nowhere", "c", "d"])
+    assert killed == [(pid, signal.SIGKILL) for pid in (11, 12, 13)]
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    monkeypatch.setattr(
+        namespaces, "run", lambda *words: "" if "pids" in words else (tmp_path / "b").unlink()
+    )
+    assert namespaces.remove(["b", "a"]) == ["b"]
+
+
 def test_without_root_or_iproute2_it_says_what_still_works(monkeypatch):
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(tools, "find", lambda program: Path(program))
