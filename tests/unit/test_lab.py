@@ -690,3 +690,34 @@ def test_the_start_of_a_process_is_that_of_ps():
     said = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True)
     assert namespaces.start_time(os.getpid()) / ticks == pytest.approx(up_s - int(said.stdout), abs=3)
     assert namespaces.start_time(2**22 + 1) is None
+
+
+def test_counters_of_a_cable_are_those_of_both_its_ends(monkeypatch):
+    def link(name, sent, received):
+        parts = [{"bytes": each, "packets": each + 1, "dropped": each + 2} for each in (sent, received)]
+        return {"ifname": name, "stats64": dict(zip(("tx", "rx"), parts, strict=True))}
+
+    def port(name, count, kind="tbf"):
+        return {"dev": name, "kind": kind, "bytes": count, "packets": count + 1, "drops": count + 2}
+
+    asked = []
+
+    def run(*words):
+        asked.append(words)
+        if words[0] == "ip":
+            return json.dumps([link("up0", 10, 20), link("up1", 30, 40)])
+        return json.dumps([port("up0", 100), port("down0", 200), port("up1", 300), port("down1", 400),
+                           port("down1", 9, "noqueue")])  # fmt: skip
+
+    monkeypatch.setattr(namespaces, "run", run)
+    first, second = namespaces.node_counters(namespaces.names(2, 4), 2)
+    switch = namespaces.names(2, 4).switch
+    assert asked == [
+        ("ip", "-n", switch, "-s", "-j", "link", "show"), ("tc", "-n", switch, "-s", "-j", "qdisc", "show"),
+    ]  # fmt: skip
+    assert vars(first) == {
+        "sent_nbytes": 10, "received_nbytes": 20, "sent_packets": 11, "received_packets": 21,
+        "sent_framed_nbytes": 100, "received_framed_nbytes": 200, "sent_frames": 101, "received_frames": 201,
+        "dropped_frames": 102 + 202 + 12 + 22,
+    }  # fmt: skip
+    assert vars(second - first) == {key: value - vars(first)[key] for key, value in vars(second).items()}
