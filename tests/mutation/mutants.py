@@ -77,7 +77,7 @@ GROUPS = {
     "schedules/collectives": [GLOO, "tests/groups/test_programs.py"],
     "study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
 }
-FIRST_TESTS, MOST_TESTS = 60, 600  #: of one line: those that are run first, and in all
+FIRST_TESTS, MOST_TESTS = 50, 250  #: of one line: those that are run first, and in all
 PATIENCE_S = 420
 SKIPPED = (
     "_triton.py",
