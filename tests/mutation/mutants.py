@@ -79,6 +79,7 @@ GROUPS = {
 }
 FIRST_TESTS, MOST_TESTS = 50, 250  #: of one line: those that are run first, and in all
 PATIENCE_S = 420
+USAGE = 4  #: what pytest returns if a test that was asked for does not exist
 SKIPPED = (
     "_triton.py",
     "_numba.py",
@@ -357,6 +358,9 @@ class Slot:
         if child.exitcode in (0, 5):
             return ""
         text = said.read_text(errors="replace")
+        whole = list(dict.fromkeys(each.split("[")[0] for each in tests))
+        if child.exitcode == USAGE and whole != tests:  # the bug changed the parameters of a test
+            return self._failed(whole)
         failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return failed[0] if failed else text[-200:]
 
