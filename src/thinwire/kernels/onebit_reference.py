@@ -77,7 +77,7 @@ def encode(x: Tensor, wire: Tensor, plan: SignLayout, threshold: str, residual: 
     if plan.low_at >= 0:
         block_reference._put(wire, plan.low_at, block_reference._as_bytes(low))
     block_reference._put(wire, plan.high_at, block_reference._as_bytes(high))
-    tag = torch.tensor([plan.tag], dtype=torch.int32).view(torch.uint8).to(wire.device)
+    tag = torch.tensor([plan.tag], dtype=torch.int32, device="cpu").view(torch.uint8).to(wire.device)
     block_reference._put(wire, plan.nbytes - 4, tag.expand(rows, 4))
     if residual is not None:
         residual.copy_(u - decode(wire, plan))
