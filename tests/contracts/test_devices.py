@@ -7,8 +7,10 @@ from torch import nn
 from thinwire import Channel, Stream, codecs, simulate
 from thinwire.codecs import CODECS
 from thinwire.formats import FORMATS
+from thinwire.kernels import select
 from thinwire.runtimes import local
 from thinwire.schedules import SCHEDULES
+from thinwire.schedules.low_rank import _unit, cholesky_qr
 from thinwire.simulate import Arithmetic, Nodes, Stages
 
 ELSEWHERE = torch.device("meta")
@@ -104,3 +106,42 @@ def test_simulated_layers():
         return [y.detach(), *(each.grad.clone() for each in net.parameters())]
 
     assert same(make)
+
+
+def test_orthonormal_columns_as_a_gpu_makes_them():
+    """With columns that depend on each other, and matrices of several heights."""
+    given = [gauss(20, 3), gauss(9, 3, seed=1), gauss(30, 3, seed=2)]
+    given[2][:, 1] = 2 * given[2][:, 0]
+
+    def make():
+        _unit.cache_clear()
+        found = [each.clone() for each in given]
+        cholesky_qr(found)
+        return found
+
+    assert same(make)
+    for one, other in zip(make()[:2], given, strict=False):
+        assert torch.allclose(one.T @ one, torch.eye(3), atol=1e-5)
+        expected = torch.linalg.qr(other).Q
+        assert torch.allclose(one @ (one.T @ other), expected @ (expected.T @ other), atol=1e-4)
+    assert all(each.isfinite().all() for each in make())
+
+
+def test_what_a_gpu_reads_without_a_copy():
+    """Plain formats with a scale for each segment, whatever the dtype."""
+    gpu = torch.device("cuda")
+    specs = ("int8/256", "int8/tensor", "nvfp4")
+    reads = {spec: codecs.get(spec).reads(torch.bfloat16, gpu) for spec in specs}
+    assert reads == {"int8/256": True, "int8/tensor": True, "nvfp4": False}
+    for spec in reads:
+        assert codecs.get(spec).reads(torch.float32, gpu)
+        assert codecs.get(spec).reads(torch.float32, torch.device("cpu"))
+        assert not codecs.get(spec).reads(torch.bfloat16, torch.device("cpu"))
+
+
+def test_rows_that_a_gpu_cannot_count_are_not_given_to_it(monkeypatch):
+    monkeypatch.setattr(select, "_programs", lambda: "programs")
+    gpu, longest = torch.device("cuda"), (1 << 31) - (1 << 16)
+    assert select.gpu(gpu, longest - 1) == "programs"
+    assert select.gpu(gpu, longest) is None
+    assert select.gpu(torch.device("cpu"), 5) is None

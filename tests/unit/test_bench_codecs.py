@@ -140,6 +140,7 @@ def test_a_peer_that_fails_is_absent(monkeypatch):
 def test_block_int8_in_plain_torch_is_near_the_codec():
     x = torch.randn(NUMEL)
     made = {operation: prepare(x)() for _, operation, prepare in codec_peers.eager_blocks(x)}
+    assert {each.shape for each in (*made["encode"][:1], made["decode"])} == {(NUMEL // 256, 256)}
     decoded = codecs.get("int8/256").decode(codecs.get("int8/256").encode(x), NUMEL)
     assert torch.allclose(made["decode"].flatten(), decoded, atol=0.04)
     assert torch.allclose(made["decode_add"], made["decode"] / 2)

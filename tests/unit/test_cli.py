@@ -130,6 +130,11 @@ def test_the_tour_of_codecs_shows_that_feedback_pays_back(tmp_path, monkeypatch)
     monkeypatch.setattr(cli_codecs, "_print_errors", lambda *_: None)
     monkeypatch.setattr(picture, "plot", lambda *_: None)
     output = run("codecs", "tour", "--plot", str(tmp_path / "tour.png"))
+    for said in (
+        "kinds of codecs, one interface", "As int4/128 it is this wire:", "One gradient of some networks",
+        "The error of some codecs on a million numbers", "as a picture: ", "Next: thinwire codecs",
+    ):  # fmt: skip
+        assert said in output
     found = [float(line.split()[-2]) for line in output.splitlines() if "off by" in line]
     assert 50 < found[0] < 70  # one bit of each number
     assert found[1] < found[0] / 2

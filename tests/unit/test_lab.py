@@ -665,7 +665,8 @@ def test_ranks_on_loopback_meet_at_a_port_that_no_connection_gets_by_itself(monk
         taken.bind(("127.0.0.1", hosts._free_port()))
         other = hosts._free_port()
         monkeypatch.setattr(hosts, "PORTS", range(taken.getsockname()[1], taken.getsockname()[1] + 1))
-        with pytest.raises(LabError, match="is free"):
+        port = taken.getsockname()[1]
+        with pytest.raises(LabError, match=f"no port from {port} to {port} is free"):
             hosts._free_port()
         monkeypatch.setattr(hosts.random, "sample", lambda *_: [taken.getsockname()[1], other])
         assert hosts._free_port() == other

@@ -51,7 +51,8 @@ class Hall:
             return meet("sum", values[0].clone(), lambda all_of: values[0].copy_(sum(all_of)))
 
         return SimpleNamespace(
-            rank=lambda: rank, size=lambda: self.world, _allgather_base=gather, alltoall_base=exchange, allreduce=add
+            rank=lambda: rank, size=lambda: self.world, _allgather_base=gather, alltoall_base=exchange,
+            allreduce=add,
         )  # fmt: skip
 
 
@@ -190,7 +191,7 @@ def test_times_are_recorded_only_in_sampled_steps():
             said.append((kind, began))
 
     class Transport:
-        def post(self, request):
+        def post(self, _):
             said.append("post")
             return SimpleNamespace(wait=lambda: said.append("wait"))
 
