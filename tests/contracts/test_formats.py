@@ -289,3 +289,11 @@ def test_formats_without_a_sign_measure_numbers_from_zero_on():
     chosen = [E8M0(), get("int8")]
     found = [(row["format"], row["data"]) for row in accuracy.error_table(chosen, samples)]
     assert found == [(chosen[0].name, "from zero"), ("int8", "from zero"), ("int8", "below")]
+
+
+def test_only_formats_without_a_range_of_their_own_take_a_scale():
+    """Floats of 8 bits or less, integers and most tables do; what is in the unit of the data does not."""
+    scaled = {name for name, each in FORMATS.items() if each.takes_scale}
+    own = {"float16", "bfloat16", "tf32", "e6m9", "fixed8.8", "fixed2.14", "fixed2.6"}
+    own |= {name for name in FORMATS if name.startswith(("posit", "static_tree", "mantissa"))}
+    assert scaled == FORMATS.keys() - own

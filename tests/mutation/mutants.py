@@ -178,7 +178,8 @@ def call_changes(node: ast.AST) -> list[tuple[str, ast.AST]]:
         other.keywords = other.keywords[:-1]
         made.append(("keyword forgotten", other))
     starred = any(isinstance(each, ast.Starred) for each in node.args)
-    if not starred and len(node.args) >= 2 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+    commutes = isinstance(node.func, ast.Name) and node.func.id in NAMES
+    if not (starred or commutes) and len(node.args) >= 2 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
         other = copy.deepcopy(node)
         other.args[0], other.args[1] = other.args[1], other.args[0]
         made.append(("arguments swapped", other))
