@@ -78,6 +78,7 @@ GROUPS = {
     "study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
 }
 FIRST_TESTS, MOST_TESTS = 50, 250  #: of one line: those that are run first, and in all
+FEW = 10  #: tests of one line; then others of its file are run too
 PATIENCE_S = 420
 USAGE = 4  #: what pytest returns if a test that was asked for does not exist
 SKIPPED = (
@@ -311,9 +312,13 @@ def tests_of(bug: Bug, known: Known) -> list[str]:
     """Tests that run the line, or the nearest before it, or else the file; then those that the map misses."""
     lines = known.lines.get(bug.path, {})
     at = next((str(line) for line in range(bug.line, max(0, bug.line - 6), -1) if str(line) in lines), "")
-    numbers = lines.get(at) or sorted({each for found in lines.values() for each in found})
-    single = [known.tests[each] for each in numbers]
+    single = [known.tests[each] for each in lines.get(at, [])]
     random.Random(0).shuffle(single)
+    if len(single) < FEW:  # what is kept, or runs on import, is run by more tests than the map says
+        others = sorted({each for found in lines.values() for each in found} - set(lines.get(at, [])))
+        single += random.Random(0).sample(
+            [known.tests[each] for each in others], min(FIRST_TESTS, len(others))
+        )
     functions: dict[str, list[str]] = {}
     for each in single:
         functions.setdefault(each.split("[")[0], []).append(each)
