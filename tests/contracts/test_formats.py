@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import pickle
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from thinwire import InputError, Rounding, Stream
-from thinwire.formats import FORMATS, Fixed, Float, Int, Posit, Table, get
+from thinwire.formats import E8M0, FORMATS, Fixed, Float, Int, Posit, Table, accuracy, codebook, get
 from thinwire.formats.base import MODES
 from thinwire.kernels import reference
 
@@ -266,3 +267,36 @@ def test_step_tables_find_every_segment(format, mode):
         cells = params.cells(shift)
         segments = (cells[patterns >> np.uint32(shift)] + patterns) >> np.uint32(shift)
         assert np.array_equal(segments, expected)
+
+
+def test_codes_that_are_not_used_are_nan():
+    table = codebook.decode_table(3, np.array([-1.0, 0.5, 2.0]), np.array([1, 4, 6]), nan_code=4)
+    assert table.dtype == np.float32
+    assert np.array_equal(
+        table, np.float32([np.nan, -1, np.nan, np.nan, np.nan, np.nan, 2, np.nan]), equal_nan=True
+    )
+    assert codebook.decode_table(1, np.array([3.0]), np.array([1]))[1] == 3
+
+
+@pytest.mark.parametrize("specials", ["ieee", "fn", "fnuz", "none"])
+@pytest.mark.parametrize("exp", [1, 2, 3])
+@pytest.mark.parametrize("man", [1, 2, 3])
+def test_the_top_exponent_is_that_of_the_largest_value(exp, man, specials):
+    """Subnormals count as those of the smallest normal value."""
+    found = Float(exp, man, specials)
+    assert found._top_exponent == max(math.floor(math.log2(found.max)), 1 - found._bias)
+
+
+def test_formats_without_a_sign_measure_numbers_from_zero_on():
+    samples = {"from zero": torch.tensor([0.0, 1.0]), "below": torch.tensor([-1.0, 1.0])}
+    chosen = [E8M0(), get("int8")]
+    found = [(row["format"], row["data"]) for row in accuracy.error_table(chosen, samples)]
+    assert found == [(chosen[0].name, "from zero"), ("int8", "from zero"), ("int8", "below")]
+
+
+def test_only_formats_without_a_range_of_their_own_take_a_scale():
+    """Floats of 8 bits or less, integers and most tables do; what is in the unit of the data does not."""
+    scaled = {name for name, each in FORMATS.items() if each.takes_scale}
+    own = {"float16", "bfloat16", "tf32", "e6m9", "fixed8.8", "fixed2.14", "fixed2.6"}
+    own |= {name for name in FORMATS if name.startswith(("posit", "static_tree", "mantissa"))}
+    assert scaled == FORMATS.keys() - own

@@ -7,6 +7,7 @@ import itertools
 import math
 import operator
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from thinwire.runtimes import job as jobs
 from thinwire.runtimes import plan as plans
 from thinwire.runtimes.group_runtime import ranks_per_node
 from thinwire.runtimes.trace import trace
-from thinwire.schedules import SCHEDULES, AllGather, Buffers, Item
+from thinwire.schedules import SCHEDULES, AllGather, Buffers, Item, gather
 from thinwire.schedules.batch import Batch
 from thinwire.schedules.batch_run import BatchRun
 from thinwire.schedules.rank_context import Sharding
@@ -1232,3 +1233,17 @@ def test_schedules_are_frozen_and_known_by_their_spec(schedule):
     assert schedules.get(schedule) is schedule
     with pytest.raises(dataclasses.FrozenInstanceError):
         schedule.spec = "other"
+
+
+def test_a_residual_of_another_shape_is_refused_before_wires_travel():
+    """Else other ranks would wait for a wire that never comes."""
+
+    def refuse(x, stage):
+        raise InputError(f"{tuple(x.shape)} at {stage}")
+
+    context = SimpleNamespace(
+        codec=CODECS["int8/256"], world=2, rank=0, encode=print, check=refuse,
+        buffer=lambda _, shape, like: like.new_empty(shape, dtype=torch.uint8),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"\(5,\) at sent"):
+        next(gather.gathered(torch.zeros(5), context, None))

@@ -380,6 +380,14 @@ def test_wires_with_another_tag_are_nan_and_segments_without_elements_have_a_tag
     assert out[segments.starts[2] : segments.starts[2] + 200].isnan().all()
 
 
+def test_a_draw_is_written_with_all_its_bits():
+    draw = Draw((1 << 63) + (1 << 31) + 5, (1 << 40) + (1 << 31) + 3, (1 << 31) + 7)
+    words = move(torch.zeros(8, dtype=torch.int32))
+    segment_cuda.put_draw(draw, words)
+    found = [each % (1 << 32) for each in words.tolist()][:5]
+    assert found == [(1 << 31) + 5, 1 << 31, (1 << 31) + 3, 1 << 8, (1 << 31) + 7]
+
+
 KIND = (torch.float32, True, True, DEVICE)
 
 

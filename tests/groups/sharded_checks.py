@@ -97,6 +97,13 @@ def gradients_of(net):
     return [each.grad.full_tensor().clone() for each in net.parameters() if each.grad is not None]
 
 
+def tensors_of(state):
+    """All tensors of a nested state."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [each for value in state.values() for each in tensors_of(value)] if isinstance(state, dict) else []
+
+
 def residuals_of(handle):
     return [each for channel in handle.gradients.channels.values() for each in channel.residuals.values()]
 
@@ -386,9 +393,12 @@ def resumed(device, rank, world):
     train(net, device, rank, 3)
     kept = copy.deepcopy([each.detach().clone() for each in net.parameters()])
     state = handle.state_dict()
+    before = digest(tensors_of(state))
     file = io.BytesIO()
     torch.save(state, file)
     train(net, device, rank, 3, first=3)
+    assert digest(tensors_of(state)) == before, "a state is a snapshot"
+    assert digest(tensors_of(handle.state_dict())) != before
     file.seek(0)
     again = build(device, mesh)
     with torch.no_grad():

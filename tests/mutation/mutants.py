@@ -1,13 +1,17 @@
 """Puts bugs into a copy of the package, one at a time, and counts those that the tests notice.
 
     python tests/mutation/mutants.py map                        which test runs which line: once, 15 minutes
+    python tests/mutation/mutants.py map tests/unit/test_x.py   the same for new tests, added to what is known
     python tests/mutation/mutants.py run --count 60 --seed 7    draw 60 bugs; those that survive are printed
     python tests/mutation/mutants.py run --only cli,report      in these folders or files
+    python tests/mutation/mutants.py run --seed 7 --bugs 3,14   these of a sample, again
+    python tests/mutation/mutants.py run --quick                without tests of several processes
 
 A bug is a small change of the syntax tree that a tired person could have made: a comparison or a sign turned
 around, a bound off by one, a condition negated, a keyword argument or a statement forgotten, two arguments
 swapped. Functions are drawn at random, each with the same chance; then a place in it, and a change. Only
-tests that run the changed line are run, those of several processes by folder (see GROUPS), until one fails.
+tests that run the changed line are run (a sample of them where there are very many), and those of several
+processes by file (see GROUPS), until one fails.
 A bug that no test notices is a survivor: a test is missing, or the change means nothing.
 
 It needs pytest-cov: pip install pytest-cov.
@@ -16,37 +20,67 @@ It needs pytest-cov: pip install pytest-cov.
 import argparse
 import ast
 import copy
+import itertools
 import json
+import multiprocessing
 import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "thinwire"
 MAP = ROOT / ".mutation.json"
-#: Tests of several processes, which no map sees, by folder or file of the package that they are about.
+GLOO, DDP, FAULTS = (f"tests/groups/test_{each}.py" for each in ("gloo", "ddp", "faults"))
+BLOCKS, SEGMENTS, GEMM = (f"tests/device/test_{each}.py" for each in ("blocks", "segments", "gemm"))
+#: Tests that the map does not see, by the beginning of the file that they are about: those of several
+#: processes, and those of GPU programs, which run in Triton's interpreter where there is no GPU.
 GROUPS = {
-    "runtimes/mpi": ["tests/groups/test_mpi.py"],
-    "runtimes": ["tests/groups/test_gloo.py", "tests/groups/test_ddp.py", "tests/groups/test_faults.py"],
-    "integrations/launch": ["tests/launch"],
-    "integrations/job_status": ["tests/launch"],
-    "integrations/dcp": ["tests/groups/test_dcp.py"],
-    "integrations": ["tests/groups/test_ddp.py"],
-    "collectives": ["tests/groups/test_gloo.py"],
-    "lab": ["tests/lab"],
-    "study": ["tests/groups/test_study.py"],
+    "bench/collective": ["tests/unit/test_bench_collectives.py"],
     "bench/training": ["tests/unit/test_bench_training.py"],
+    "cli/watch": ["tests/launch/test_status.py"],
+    "cli/demo": ["tests/groups/test_study.py"],
+    "cli/progress": ["tests/groups/test_study.py"],
+    "cli/study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
+    "clock": [DDP],
+    "collectives": [GLOO, "tests/groups/test_programs.py"],
+    "integrations": [DDP],
+    "integrations/dcp": ["tests/groups/test_dcp.py"],
+    "integrations/job_status": ["tests/launch/test_status.py", "tests/launch/test_launch.py"],
+    "integrations/launch": ["tests/launch/test_launch.py"],
+    "integrations/metrics_": [DDP, "tests/launch/test_launch.py"],
+    "kernels/__init__": [SEGMENTS],
+    "kernels/block_cuda": [BLOCKS],
+    "kernels/cast_cuda": ["tests/device/test_casts.py"],
+    "kernels/cuda": ["tests/device/test_kernels.py"],
+    "kernels/gemm_": [GEMM],
+    "kernels/segment_": [SEGMENTS],
+    "kernels/select_cuda": ["tests/device/test_select.py"],
+    "kernels/selftest": [BLOCKS],
+    "kernels/tally": ["tests/device/test_tally.py"],
+    "lab": ["tests/lab"],
+    "report": ["tests/report"],
+    "runtimes": [GLOO, DDP, FAULTS],
+    "runtimes/mpi": ["tests/groups/test_mpi.py"],
+    "runtimes/nccl": ["tests/device/test_nccl.py"],
+    "runtimes/process_group": [GLOO, FAULTS, "tests/groups/test_exit.py"],
+    "runtimes/worker": [GLOO, FAULTS, "tests/groups/test_exit.py"],
+    "schedules/collectives": [GLOO, "tests/groups/test_programs.py"],
+    "study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
 }
-MOST_TESTS = 60  #: of one line; the quickest are run
+FIRST_TESTS, MOST_TESTS = 50, 250  #: of one line: those that are run first, and in all
+FEW = 10  #: tests of one line; then others of its file are run too
 PATIENCE_S = 420
+USAGE = 4  #: what pytest returns if a test that was asked for does not exist
 SKIPPED = (
     "_triton.py",
     "_numba.py",
@@ -145,7 +179,8 @@ def call_changes(node: ast.AST) -> list[tuple[str, ast.AST]]:
         other.keywords = other.keywords[:-1]
         made.append(("keyword forgotten", other))
     starred = any(isinstance(each, ast.Starred) for each in node.args)
-    if not starred and len(node.args) >= 2 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+    commutes = isinstance(node.func, ast.Name) and node.func.id in NAMES
+    if not (starred or commutes) and len(node.args) >= 2 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
         other = copy.deepcopy(node)
         other.args[0], other.args[1] = other.args[1], other.args[0]
         made.append(("arguments swapped", other))
@@ -224,8 +259,11 @@ def _indented(text: str, column: int) -> str:
 # Tests
 
 
-def make_map() -> None:
-    """Run the quick tests of one process with coverage, and write which test runs which line."""
+def make_map(paths: list[str]) -> None:
+    """Run the quick tests of one process with coverage, and write which test runs which line.
+
+    With paths only these tests are run, and added to what is known.
+    """
     from coverage import CoverageData
 
     with tempfile.TemporaryDirectory() as folder:
@@ -235,30 +273,57 @@ def make_map() -> None:
         covered = ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
         options = ["-q", "-m", "not rest", "-n", "2", "--timeout=600", "-p", "no:cacheprovider"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data)}
+        environment["PYTHONPATH"] = str(SOURCE.parent)  # this checkout, whichever one is installed
         subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *several, *covered], cwd=ROOT, env=environment
+            [sys.executable, "-m", "pytest", *options, *several, *covered, *paths], cwd=ROOT, env=environment
         )
-        tests: dict[str, dict[str, set[str]]] = {}
+        known = read_map() if paths else Known([], {})
+        numbers = {name: number for number, name in enumerate(known.tests)}
+        tests = {
+            file: {line: set(each) for line, each in lines.items()} for file, lines in known.lines.items()
+        }
         for path in Path(folder).glob("coverage*"):
             held = CoverageData(basename=str(path))
             held.read()
             for file in held.measured_files():
                 lines = tests.setdefault(str(Path(file).resolve().relative_to(ROOT)), {})
                 for line, contexts in held.contexts_by_lineno(file).items():
-                    lines.setdefault(str(line), set()).update(each.split("|")[0] for each in contexts if each)
+                    names = [each.split("|")[0] for each in contexts if each]
+                    lines.setdefault(str(line), set()).update(
+                        numbers.setdefault(each, len(numbers)) for each in names
+                    )
         found = {file: {line: sorted(each) for line, each in lines.items()} for file, lines in tests.items()}
-        MAP.write_text(json.dumps(found))
+        MAP.write_text(json.dumps({"tests": list(numbers), "lines": found}))
 
 
-def tests_of(bug: Bug, known: dict[str, dict[str, list[str]]]) -> list[str]:
-    """Tests that run the line, or the nearest before it; then those of several processes."""
-    lines = known.get(bug.path, {})
+@dataclass(frozen=True)
+class Known:
+    """Names of tests, and for every line of every file the numbers of those that run it."""
+
+    tests: list[str]
+    lines: dict[str, dict[str, list[int]]]
+
+
+def read_map() -> Known:
+    return Known(**json.loads(MAP.read_text())) if MAP.exists() else Known([], {})
+
+
+def tests_of(bug: Bug, known: Known) -> list[str]:
+    """Tests that run the line, or the nearest before it, or else the file; then those that the map misses."""
+    lines = known.lines.get(bug.path, {})
     at = next((str(line) for line in range(bug.line, max(0, bug.line - 6), -1) if str(line) in lines), "")
-    single = lines.get(at, [])
-    files: dict[str, list[str]] = {}
+    single = [known.tests[each] for each in lines.get(at, [])]
+    random.Random(0).shuffle(single)
+    if len(single) < FEW:  # what is kept, or runs on import, is run by more tests than the map says
+        others = sorted({each for found in lines.values() for each in found} - set(lines.get(at, [])))
+        single += random.Random(0).sample(
+            [known.tests[each] for each in others], min(FIRST_TESTS, len(others))
+        )
+    functions: dict[str, list[str]] = {}
     for each in single:
-        files.setdefault(each.split("::")[0], []).append(each)
-    chosen = [each for tests in files.values() for each in tests[: max(1, MOST_TESTS // len(files))]]
+        functions.setdefault(each.split("[")[0], []).append(each)
+    turns = itertools.zip_longest(*functions.values())  # every test once before one with other parameters
+    chosen = [each for turn in turns for each in turn if each is not None][:MOST_TESTS]
     inner = bug.path.removeprefix("src/thinwire/")
     several = next(
         (GROUPS[key] for key in sorted(GROUPS, key=len, reverse=True) if inner.startswith(key)), []
@@ -272,7 +337,6 @@ class Slot:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shutil.copytree(SOURCE, folder / "thinwire")
-        self.environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
 
     def noticed_by(self, bug: Bug, tests: list[str]) -> str:
         """The first test that fails with the bug; "" if all pass."""
@@ -280,33 +344,61 @@ class Slot:
         (self.folder / inner).write_text(bug.text)
         try:
             single = [each for each in tests if "::" in each]
-            for part in ([single] if single else []) + [[each] for each in tests if "::" not in each]:
-                failed = self._failed(part)
-                if failed:
-                    return failed
-            return ""
+            files = [each for each in tests if "::" not in each]
+            parts = [part for part in (single[:FIRST_TESTS], single[FIRST_TESTS:]) if part]
+            parts += [["-m", which, each] for which in ("not rest", "rest") for each in files]
+            return next((failed for failed in map(self._failed, parts) if failed), "")
         finally:
             shutil.copy2(ROOT / bug.path, self.folder / inner)
 
     def _failed(self, tests: list[str]) -> str:
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=200"]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", *options, *tests],
-                cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"{tests[0]} (time-out)"
-        if done.returncode in (0, 5):
+        said = self.folder / "said"
+        child = WARM.Process(target=_pytest, args=(str(self.folder), str(said), tests))
+        child.start()
+        child.join(PATIENCE_S)
+        if child.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid or 0, signal.SIGKILL)
+            child.join()
+            return f"{tests[-1]} (time-out)"
+        if child.exitcode in (0, 5):
             return ""
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0] if failed else (done.stdout + done.stderr)[-200:]
+        text = said.read_text(errors="replace")
+        whole = list(dict.fromkeys(each.split("[")[0] for each in tests))
+        if child.exitcode == USAGE and whole != tests:  # the bug changed the parameters of a test
+            return self._failed(whole)
+        failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return failed[0] if failed else text[-200:]
 
 
-def run(count: int, seed: int, only: list[str], jobs: int) -> int:
+#: Starts processes that have torch loaded, which takes longer than most tests.
+WARM = multiprocessing.get_context("forkserver")
+
+
+def _pytest(folder: str, said: str, tests: list[str]) -> None:
+    """Run tests with the package in a folder; in a process, and a group of processes, of its own."""
+    os.setsid()
+    with Path(said).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(ROOT)
+    os.environ |= {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+    sys.path[:] = [folder, *(each for each in sys.path if each != str(SOURCE.parent))]
+    sys.argv = ["pytest"]
+    import pytest
+    import torch
+
+    torch.set_num_threads(1)
+    found = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", "--timeout=200", *tests])
+    sys.stdout.flush()
+    os._exit(int(found))
+
+
+def run(bugs: dict[int, Bug], jobs: int, quick: bool) -> int:
     """Put bugs in, one at a time; the number of survivors."""
-    known = json.loads(MAP.read_text()) if MAP.exists() else {}
-    bugs = draw(count, seed, only)
+    known = read_map()
+    WARM.set_forkserver_preload(["torch", "numba", "pytest", "scipy.stats"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for number in range(jobs):
@@ -314,13 +406,15 @@ def run(count: int, seed: int, only: list[str], jobs: int) -> int:
 
         def one(bug: Bug) -> tuple[list[str], str, float]:
             slot, began, tests = free.get(), time.monotonic(), tests_of(bug, known)
+            tests = [each for each in tests if "::" in each or not quick]
             try:
                 return tests, slot.noticed_by(bug, tests) if tests else "", time.monotonic() - began
             finally:
                 free.put(slot)
 
         survivors = 0
-        for number, (bug, (tests, by, seconds)) in enumerate(zip(bugs, pool.map(one, bugs), strict=True), 1):
+        found = pool.map(one, bugs.values())
+        for (number, bug), (tests, by, seconds) in zip(bugs.items(), found, strict=True):
             survivors += not by
             verdict = f"caught by {by}" if by else f"SURVIVED {len(tests)} tests"
             what = f"{bug.path}:{bug.line} {bug.function}, {bug.kind}: {bug.before!r} -> {bug.after!r}"
@@ -337,15 +431,20 @@ def say(line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("verb", choices=("map", "run"))
+    parser.add_argument("paths", nargs="*", help="with map: only these tests, added to the map")
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--bugs", default="", help="numbers of those that are put in; default: all")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     if asked.verb == "map":
-        make_map()
+        make_map(asked.paths)
     else:
-        run(asked.count, asked.seed, [each for each in asked.only.split(",") if each], asked.jobs)
+        drawn = draw(asked.count, asked.seed, [each for each in asked.only.split(",") if each])
+        numbers = [int(each) for each in asked.bugs.split(",") if each] or range(1, len(drawn) + 1)
+        run({number: drawn[number - 1] for number in numbers}, asked.jobs, asked.quick)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from thinwire.integrations.auto import (
     faster,
     predict,
     predict_beside,
+    slowdown,
 )
 from thinwire.integrations.auto_driver import AutoDriver
 from thinwire.integrations.metrics import CPU, Metrics
@@ -398,3 +399,22 @@ def test_the_usual_wait_is_that_of_a_step_without_the_first_two(monkeypatch):
         now += takes
         metrics.done(metrics.step)
     assert metrics.usual_s()["wait"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "slower", "end"),
+    [
+        ((0.0, 1.0), 1.25, 1.75),  # the first bucket is sent beside computing; the last one alone
+        ((0.0, 0.1), 1.5, 1.075),  # the last one waits for the first
+        ((0.0, 0.0), 1.0, 1.0),  # nothing to compete with
+    ],
+)
+def test_communication_and_computing_on_one_core_slow_each_other(ready_s, slower, end):
+    """Half a core is taken while a bucket is sent."""
+    profile, cost = Profile(9.0, ready_s, (4, 4)), Cost(1.0, 0.5)
+    assert cost.load(1.0) == 0.5
+    assert cost.load(4.0) == 1.0
+    assert Cost(0.0, 0.5).load(1.0) == 0.0
+    assert slowdown(profile, cost, 1.0) == pytest.approx(slower)
+    assert communication_end(profile, cost, 1.0) == pytest.approx(end)
+    assert communication_end(profile, cost) == pytest.approx(max(1.0, ready_s[-1] + 0.5))

@@ -140,6 +140,7 @@ def test_a_peer_that_fails_is_absent(monkeypatch):
 def test_block_int8_in_plain_torch_is_near_the_codec():
     x = torch.randn(NUMEL)
     made = {operation: prepare(x)() for _, operation, prepare in codec_peers.eager_blocks(x)}
+    assert {each.shape for each in (*made["encode"][:1], made["decode"])} == {(NUMEL // 256, 256)}
     decoded = codecs.get("int8/256").decode(codecs.get("int8/256").encode(x), NUMEL)
     assert torch.allclose(made["decode"].flatten(), decoded, atol=0.04)
     assert torch.allclose(made["decode_add"], made["decode"] / 2)
@@ -203,3 +204,15 @@ def test_a_gpu_record_is_shown_by_bandwidth(record):
 def test_what_cannot_be_measured_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         bench.run(**arguments)
+
+
+@pytest.mark.parametrize("module", [bench, bench_formats])
+def test_sizes_grow_up_to_the_largest(module, monkeypatch):
+    monkeypatch.setattr(
+        module.timing, "seconds", lambda call, device: (call(), 1e-6 * (device.type == "cpu"))[1]
+    )
+    for largest, sizes in ((16_384, [1024, 16_384]), (20_000, [1024, 16_384, 20_000]), (500, [500])):
+        rows = module.measure_sizes("cpu", largest)
+        assert list(dict.fromkeys(row["numel"] for row in rows)) == sizes
+        assert len(rows) == len(sizes) * (2 if module is bench else len(bench_formats.SIZE_FORMATS))
+        assert {row["seconds"] for row in rows} == {1e-6}

@@ -1,5 +1,6 @@
 """The command line, as a user runs it."""
 
+import importlib
 import json
 import math
 import platform
@@ -129,6 +130,11 @@ def test_the_tour_of_codecs_shows_that_feedback_pays_back(tmp_path, monkeypatch)
     monkeypatch.setattr(cli_codecs, "_print_errors", lambda *_: None)
     monkeypatch.setattr(picture, "plot", lambda *_: None)
     output = run("codecs", "tour", "--plot", str(tmp_path / "tour.png"))
+    for said in (
+        "kinds of codecs, one interface", "As int4/128 it is this wire:", "One gradient of some networks",
+        "The error of some codecs on a million numbers", "as a picture: ", "Next: thinwire codecs",
+    ):  # fmt: skip
+        assert said in output
     errors = [float(line.split()[-2]) for line in output.splitlines() if "off by" in line]
     assert 50 < errors[0] < 70  # one bit of each number
     assert errors[1] < errors[0] / 2
@@ -172,3 +178,45 @@ def test_files_that_hold_no_numbers_are_refused_in_one_line(tmp_path, content):
     assert isinstance(result.exception, thinwire.InputError)
     assert content in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "given", "known"),
+    [
+        ("formats", ["--format", "int8"], ("cpu", None, ["int8"]), {}),
+        ("codecs", ["--numel", "2048", "--codec", "bf16"], ("cpu", 2048, ["bf16"]), {}),
+        ("collectives", ["--seconds", "3"], ("cpu", None, None), {"seconds": 3.0}),
+        ("collectives", ["--hosts", "4"], ("cpu", [(4, "1gbit")], None), {"seconds": 20.0}),
+        ("collectives", ["--link", "loopback"], ("cpu", [(2, "loopback")], None), {"seconds": 20.0}),
+        (
+            "training",
+            ["--network", "vgg", "--hosts", "3"],
+            (["vgg"], [(3, "1gbit")], None),
+            {"seconds": 15.0},
+        ),
+        ("training", ["--link", "a", "--method", "int8"], (None, [(2, "a")], ["int8"]), {"known": ()}),
+        ("simulate", ["--quick"], ("cpu", True), {}),
+    ],
+)
+def test_benches_are_asked_for_what_the_options_say(verb, words, given, known, monkeypatch, tmp_path):
+    module, asked = importlib.import_module(f"thinwire.bench.{verb}"), []
+
+    def measured(*what, **how):
+        asked.append((what[:-1], how))
+        what[-1]("at work")
+        return {"commit": "here", "absent": {"qtorch": "is not there"}}
+
+    monkeypatch.setattr(module, "run", measured)
+    monkeypatch.setattr(module, "tables", lambda _: [("a title", ("one", "two"), [("x", "1")])])
+    done = CliRunner().invoke(cli.app, ["bench", verb, *words, "--save", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    ((what, how),) = asked
+    assert what == given
+    assert known.items() <= how.items()
+    assert "at work" in done.stderr
+    assert "a title" in done.stdout
+    assert "not measured: qtorch (is not there)" in done.stdout
+    saved = json.loads((tmp_path / f"{verb}-cpu.json").read_text())
+    assert saved["commit"] == "here"
+    named = CliRunner().invoke(cli.app, ["bench", verb, *words, "--commit", "abc", "--json"])
+    assert json.loads(named.stdout)["commit"] == "abc"

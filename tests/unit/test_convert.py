@@ -10,7 +10,7 @@ from torch import nn
 
 from thinwire import FormatError, InputError, formats
 from thinwire.simulate import Arithmetic, Counters, Precision, Quantizer, Stages, layers, recipes
-from thinwire.simulate.conversion import Recipe, Rule, convert, describe
+from thinwire.simulate.conversion import Recipe, Rule, _places, convert, describe
 
 E4M3 = Stages.uniform("e4m3")
 BF16 = Stages.uniform("bfloat16")
@@ -361,3 +361,11 @@ def test_attributes_of_the_users_own_are_not_overwritten():
 def test_layers_that_only_move_numbers_are_not_left():
     pads = [nn.ReflectionPad2d(1), nn.ConstantPad1d(1, 0.5), nn.ReplicationPad3d(1), nn.CircularPad2d(1)]
     assert describe(nn.Sequential(*pads, nn.UpsamplingNearest2d(2))) == []
+
+
+def test_first_and_last_are_layers_with_products_that_are_simulated():
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
+    assert _places([*net.named_modules()][1:]) == {"1": ("first",), "3": ("last",)}
+    assert _places([("only", net[1])]) == {"only": ("first", "last")}
+    refused = nn.Bilinear(2, 2, 2)
+    assert _places([("x", refused), ("y", net[1]), ("z", refused)]).keys() == {"y"}

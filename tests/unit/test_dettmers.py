@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.formats import Dettmers
+from thinwire.formats import Dettmers, get
 from thinwire.formats.accuracy import errors, sample
 
 #: Mean relative error in per cent on DISTRIBUTIONS: with the original search, and with exact nearest.
@@ -101,3 +101,19 @@ def test_legacy_is_the_original_search(kind):
     assert np.array_equal(
         format.round(both).numpy(), np.concatenate([expected, -expected]).astype(np.float32)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "above"),
+    [
+        ("dynamic_tree_legacy", 1.5e-6, 2.75e-6),
+        ("mantissa_legacy", 1e-5, 1e-5),
+        ("static_tree_legacy", 5e-7, 0.0),
+    ],
+)
+def test_the_original_search_cuts_off_below_a_number_and_not_at_it(name, cut, above):
+    at = torch.tensor([cut])
+    below = torch.nextafter(at, torch.zeros(1))
+    for sign in (1, -1):
+        found = get(name).round(sign * torch.cat([below, at]))
+        assert found.abs().tolist() == [0.0, torch.tensor(above).item()]

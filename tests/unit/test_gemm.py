@@ -3,11 +3,13 @@
 What they compute is compared with a scalar oracle in `tests/oracles/test_gemm_oracle.py`.
 """
 
+import threading
+
 import pytest
 import torch
 
 from thinwire import FormatError, InputError, Stream, formats, simulate
-from thinwire.kernels import gemm_cpu, gemm_params, gemm_reference
+from thinwire.kernels import cpu, gemm_cpu, gemm_params, gemm_reference
 from thinwire.simulate import Arithmetic
 
 ORDERS = ("sequential", "chunked/3", "pairwise", "kahan")
@@ -192,3 +194,21 @@ def test_inputs_that_cannot_be_multiplied_say_why():
         simulate.matmul(x, x.t(), Arithmetic("e5m2", rounding="stochastic"))
     with pytest.raises(FormatError, match="rng is for"):
         simulate.matmul(x, x.t(), how, rng=Stream(1))
+
+
+def test_calls_that_run_at_once_have_threads_of_our_name():
+    meeting, names = threading.Barrier(3, timeout=60), []
+
+    def call():
+        meeting.wait()  # all three run at once
+        names.append(threading.current_thread().name)
+
+    cpu.run_all([call] * 3)
+    assert len(set(names)) == 3
+    assert all(each.startswith("thinwire") for each in names)
+
+    def fail():
+        raise ValueError("here")
+
+    with pytest.raises(ValueError, match="here"):
+        cpu.run_all([fail, list])

@@ -151,6 +151,53 @@ def test_names_say_who_owns_them(monkeypatch, tmp_path):
     assert namespaces.clean() == []
 
 
+def test_only_what_is_left_over_needs_root(monkeypatch, tmp_path):
+    monkeypatch.setattr(namespaces, "FOLDER", tmp_path)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(tools, "find", lambda program: Path(program))
+    assert namespaces.clean() == []
+    (tmp_path / f"tw-{os.getpid()}-1-0-r0").touch()
+    with pytest.raises(LabError, match="needs root"):
+        namespaces.clean()
+
+
+def test_namespaces_are_removed_with_their_processes(monkeypatch, tmp_path):
+    """One that cannot be removed does not keep the others; one that is gone already is no error."""
+    monkeypatch.setattr(namespaces, "FOLDER", tmp_path)
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).touch()
+    inside, killed = {"a": [11, 12], "b": [], "c": [13], "d": []}, []
+
+    def run(*words):
+        name = words[-1]
+        if words[:3] == ("ip", "netns", "pids"):
+            found, inside[name] = inside[name], []
+            return " ".join(map(str, found))
+        assert words[:3] == ("ip", "netns", "delete")
+        if name == "d":
+            (tmp_path / name).unlink()
+        if name in "bd":
+            raise LabError(f"{name} is busy")
+        (tmp_path / name).unlink()
+        return ""
+
+    def kill(pid, number):
+        killed.append((pid, number))
+        if pid == 12:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(namespaces, "run", run)
+    monkeypatch.setattr(namespaces.os, "kill", kill)
+    with pytest.raises(LabError, match="b is busy"):
+        namespaces.remove(["a", "b", "nowhere", "c", "d"])
+    assert killed == [(pid, signal.SIGKILL) for pid in (11, 12, 13)]
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    monkeypatch.setattr(
+        namespaces, "run", lambda *words: "" if "pids" in words else (tmp_path / "b").unlink()
+    )
+    assert namespaces.remove(["b", "a"]) == ["b"]
+
+
 def test_without_root_or_iproute2_it_says_what_still_works(monkeypatch):
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(tools, "find", lambda program: Path(program))
@@ -622,8 +669,60 @@ def test_ranks_on_loopback_meet_at_a_port_that_no_connection_gets_by_itself(monk
         taken.bind(("127.0.0.1", hosts._free_port()))
         other = hosts._free_port()
         monkeypatch.setattr(hosts, "PORTS", range(taken.getsockname()[1], taken.getsockname()[1] + 1))
-        with pytest.raises(LabError, match="is free"):
+        port = taken.getsockname()[1]
+        with pytest.raises(LabError, match=f"no port from {port} to {port} is free"):
             hosts._free_port()
         monkeypatch.setattr(hosts.random, "sample", lambda *_: [taken.getsockname()[1], other])
         assert hosts._free_port() == other
     assert other < 32_768  # where the kernel's own begin
+
+
+def test_fast_links_are_measured_with_several_connections():
+    one, ten, forty = (parse_link(each) for each in ("1gbit", "10gbit", "40gbit"))
+    assert [probe._streams(each) for each in (None, one, ten, forty)] == [1, 1, 1, probe.STREAMS]
+    measured = {"from": 0, "to": 1, "nbytes": 5_000_000_000, "seconds": 2.0}
+    assert probe._compare(measured, forty) == {
+        "from": 0, "to": 1, "nominal_mbit_per_s": 40_000.0, "measured_mbit_per_s": 20_000.0, "share": 0.5,
+        "connections": probe.STREAMS,
+    }  # fmt: skip
+    free = probe._compare(measured, None)
+    assert (free["nominal_mbit_per_s"], free["share"], free["connections"]) == (None, None, 1)
+
+
+def test_the_start_of_a_process_is_that_of_ps():
+    ticks = os.sysconf("SC_CLK_TCK")
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    said = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True)
+    assert namespaces.start_time(os.getpid()) / ticks == pytest.approx(up_s - int(said.stdout), abs=3)
+    assert namespaces.start_time(2**22 + 1) is None
+
+
+def test_counters_of_a_cable_are_those_of_both_its_ends(monkeypatch):
+    def link(name, sent, received):
+        parts = [{"bytes": each, "packets": each + 1, "dropped": each + 2} for each in (sent, received)]
+        return {"ifname": name, "stats64": dict(zip(("tx", "rx"), parts, strict=True))}
+
+    def port(name, count, kind="tbf"):
+        return {"dev": name, "kind": kind, "bytes": count, "packets": count + 1, "drops": count + 2}
+
+    asked = []
+
+    def run(*words):
+        asked.append(words)
+        if words[0] == "ip":
+            return json.dumps([link("up0", 10, 20), link("up1", 30, 40)])
+        return json.dumps([port("up0", 100), port("down0", 200), port("up1", 300), port("down1", 400),
+                           port("down1", 9, "noqueue")])  # fmt: skip
+
+    monkeypatch.setattr(namespaces, "run", run)
+    first, second = namespaces.node_counters(namespaces.names(2, 4), 2)
+    switch = namespaces.names(2, 4).switch
+    assert asked == [
+        ("ip", "-n", switch, "-s", "-j", "link", "show"), ("tc", "-n", switch, "-s", "-j", "qdisc", "show"),
+    ]  # fmt: skip
+    assert vars(first) == {
+        "sent_nbytes": 10, "received_nbytes": 20, "sent_packets": 11, "received_packets": 21,
+        "sent_framed_nbytes": 100, "received_framed_nbytes": 200, "sent_frames": 101, "received_frames": 201,
+        "dropped_frames": 102 + 202 + 12 + 22,
+    }  # fmt: skip
+    assert vars(second - first) == {key: value - vars(first)[key] for key, value in vars(second).items()}

@@ -11,7 +11,7 @@ from thinwire import Channel, InputError, Stream, codecs, policy
 from thinwire.codecs import CODECS, Block
 from thinwire.formats import FORMATS, Table
 from thinwire.policy import Policy, Rule
-from thinwire.runtimes import arguments, job, local
+from thinwire.runtimes import arguments, local, plan
 from thinwire.schedules import SCHEDULES, get
 from thinwire.schedules.choose import choose
 from thinwire.simulate import Nodes, convert
@@ -111,7 +111,7 @@ SERVED = [spec for spec, codec in CODECS.items() if not SCHEDULES["two_shot"].re
 )  # fmt: skip
 def test_shards_of_all_nodes_at_once_have_the_bits_of_two_shot(spec, monkeypatch):
     """Whole tensors and cut ones, shards that are short or empty, numbers that are not finite."""
-    monkeypatch.setattr(job, "PIECE", 1500)
+    monkeypatch.setattr(plan, "PIECE", 1500)
     generator = torch.Generator().manual_seed(0)
     for world, numel, dtype in ((2, 5000, torch.float32), (5, 3333, torch.bfloat16), (7, 3, torch.float32)):
         rows = torch.randn(world, numel, generator=generator).to(dtype)
@@ -150,7 +150,7 @@ SHAPED += [(codec.with_feedback("").spec, "auto") for codec in CODECS.values()]
 @pytest.mark.parametrize(("spec", "schedule"), SHAPED)
 def test_rows_of_any_shape_have_the_bits_of_all_reduce(spec, schedule, piece, monkeypatch):
     """Codecs that see a matrix in a tensor, and tensors that travel in pieces."""
-    monkeypatch.setattr(job, "PIECE", piece)
+    monkeypatch.setattr(plan, "PIECE", piece)
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 40), (40, 24), (70,), (6, 5, 4, 3), (1, 30), (2500,), (0, 3)]
     if schedule != "auto":

@@ -207,3 +207,15 @@ def test_policies_of_own_codecs_travel_to_other_processes():
     assert names.split() == [*given.ladder.levels, given.rules[1].codec]
     assert numbers == str(MINE.numbers)
     assert pickle.loads(pickle.dumps(given)) == given == copy.deepcopy(given)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": 0}, {"patience": 0}, {"window": 1}, {"calm": -1}, {"levels": ("int8/256",)}]
+)
+def test_a_ladder_that_cannot_be_climbed_is_refused(wrong):
+    right = {"levels": ("int4/128", "int8/256"), "every": 1, "patience": 1, "window": 2, "calm": 0}
+    Ladder(**right)
+    with pytest.raises(
+        PolicyError, match="a ladder needs 2 levels or more, every and patience >= 1, window >= 2"
+    ):
+        Ladder(**{**right, **wrong})

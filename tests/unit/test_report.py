@@ -495,3 +495,12 @@ def test_the_verb_says_what_is_missing(stored):
     assert "no records of the study 'other'; it has demo" in str(invoke("--study", "other").exception)
     assert "there is no store nowhere.sqlite" in str(invoke("--store", "nowhere.sqlite").exception)
     assert not (stored / "nowhere.sqlite").exists()
+
+
+def test_pages_are_written_in_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+    inner, given = Path.write_text, []
+    monkeypatch.setattr(
+        Path, "write_text", lambda self, text, **how: (given.append(how), inner(self, text, **how))[1]
+    )
+    assert report.page.write("µ", tmp_path / "new" / "x.html").read_bytes() == "µ".encode()
+    assert given == [{"encoding": "utf-8"}]

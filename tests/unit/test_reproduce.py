@@ -278,3 +278,22 @@ def test_tables_say_where_and_when_their_runs_were_made():
     made[0] = replace(made[0], environment={**place, "date": "2000-01-01T03:00", "commit": "a"})
     result = judge.result(paper, [TABLE], made, "cuda")
     assert report.origin(result["tables"][0]) == "H, 2000-01-01 to 2000-01-02, commit a, b."
+
+
+def test_one_seed_or_some_arms_are_all_that_is_run():
+    from thinwire.cli.reproduce import _trials
+
+    paper = reproduce.get("mogami")
+    tables = paper.sized("quick")
+    arms = [arm.name for arm in tables[0].arms]
+
+    def seeds(*how):
+        return sorted({trial.seed for trial in _trials(paper, tables, *how)})
+
+    assert seeds(None, None, 3) == [3]
+    assert seeds(None, 4, None) == [0, 1, 2, 3]
+    assert seeds(None, None, None) == [0, 1]
+    assert {trial.codec for trial in _trials(paper, tables, arms[:1], 1, None)} == {arms[0]}
+    assert {trial.codec for trial in _trials(paper, tables, None, 1, None)} == {
+        arm.name for table in tables for arm in table.arms
+    }

@@ -382,3 +382,11 @@ class Reads(nn.Module):
 
 def test_layers_may_return_texts_beside_tensors():
     assert [each.name for each in groups(Reads(), torch.ones(1, 4))] == ["tagged.fc", "head"]
+
+
+def test_the_least_ladder_of_precisions_is_one_level_two_epochs_and_one_violation():
+    level = PrecisionLadder().levels[:1]
+    PrecisionLadder(level, window=2, patience=1)
+    for wrong in ({"levels": ()}, {"window": 1}, {"patience": 0}, {"window": 2.0}, {"patience": True}):
+        with pytest.raises(FormatError, match="a level or more, and whole numbers window >= 2"):
+            PrecisionLadder(**{"levels": level, **wrong})

@@ -413,9 +413,14 @@ def test_a_codec_of_ones_own_is_found_by_its_spec_once_it_was_used():
 
 
 def test_names_that_mean_another_codec_are_refused():
+    class Other(Doubled):
+        pass
+
     codecs.get(Doubled("fp16", times=4))
     with pytest.raises(CodecError, match="'doubled4', the name of another codec, a Doubled"):
         codecs.get(Doubled("bf16", times=4))
+    with pytest.raises(CodecError, match=r"this Other is named 'doubled4', .* codec, a Doubled;"):
+        codecs.get(Other("fp16", times=4))
     with pytest.raises(CodecError, match="'int8/256', the name of another codec, a Block"):
         codecs.get(Block("int8", 64, label="int8/256"))
 

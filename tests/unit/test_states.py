@@ -13,6 +13,7 @@ from torch import nn
 import thinwire
 from thinwire import Channel, ThinwireError, integrations, policy
 from thinwire.errors import InputError
+from thinwire.integrations import checkpoint
 from thinwire.integrations.auto import Candidate, Choice
 from thinwire.integrations.auto_driver import AutoDriver
 from thinwire.integrations.futures import ready
@@ -200,7 +201,7 @@ def test_everything_with_a_state_is_tried_here():
         if isinstance(each, ast.ClassDef)
         and any(isinstance(part, ast.FunctionDef) and part.name == "state_dict" for part in each.body)
     }
-    assert with_state == MAKERS.keys()
+    assert with_state == {*MAKERS, "ShardedHandle"}  # that one needs ranks: tests/groups/sharded_checks.py
 
 
 @pytest.mark.parametrize(
@@ -535,3 +536,41 @@ def test_what_is_no_state_of_a_simulation_is_refused(make, state):
     with pytest.raises(InputError, match="state"):
         one.load_state_dict(state)
     assert same(one.state_dict(), before)
+
+
+def test_a_ladder_measures_the_diversity_of_its_window():
+    ladder_state = LadderState(ladder=LEVELS)
+    gradients = [(gauss(20, seed=seed), gauss(7, seed=100 + seed)) for seed in range(LEVELS.window)]
+    found = []
+    for a, b in gradients:
+        ladder_state.see("a", a)
+        ladder_state.see("b", b)
+        ladder_state.end_look(lambda value: (found.append(float(value)), value)[1])
+    ratios = [
+        sum(float(each.square().sum()) for each in layer) / float(sum(layer).square().sum())
+        for layer in zip(*gradients, strict=True)
+    ]
+    assert found == pytest.approx([sum(ratios) / 2])
+    assert [ladder_state.wants(step) for step in range(1, 2 * LEVELS.every + 1)] == (
+        [False] * (LEVELS.every - 1) + [True]
+    ) * 2
+
+
+def test_what_a_rank_owes_is_all_of_it():
+    """What waits to be sent, and the residuals of every channel."""
+    owed, kept = gauss(100), Channel("onebit/64+ef")
+    kept.encode(gauss(100, seed=5), "w/sent")
+    residual = kept.residuals["w/sent"].clone()
+    state = {
+        "pending": {"w": owed, "v": owed},
+        "channels": {"onebit/64+ef": kept.state_dict()},
+        "rank": 0,
+        "world": 1,
+    }
+    found = checkpoint.gradient_residuals(state, {"w": (100,)})
+    assert found.keys() == {"w", "v"}
+    assert torch.equal(found["w"], owed + residual)
+    assert torch.equal(found["v"], owed)
+    alone = checkpoint.gradient_residuals({**state, "pending": {}}, {"w": (100,)})
+    assert torch.equal(alone["w"], residual)
+    assert found["v"] is not owed

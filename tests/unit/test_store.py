@@ -242,3 +242,13 @@ def test_stores_opened_at_the_same_time_are_one(tmp_path):
         [sys.executable, "-c", OPENERS, tmp_path], capture_output=True, text=True, timeout=60, check=False
     )
     assert (opened.stdout, opened.stderr) == ("", "")
+
+
+def test_only_the_trials_that_are_named_are_forgotten(path):
+    first, second, third = record("int8"), record("int4"), record("fp32")
+    with Store(path) as store:
+        for each in (first, second):
+            store.put(each)
+        store.forget([first.trial, third.trial])
+        assert store.records() == [second]
+        assert store.get(first.trial) is None

@@ -79,7 +79,7 @@ def encode(
     if layout.low_at >= 0:
         block_reference._put(wire, layout.low_at, block_reference._as_bytes(low))
     block_reference._put(wire, layout.high_at, block_reference._as_bytes(high))
-    tag = torch.tensor([layout.tag], dtype=torch.int32).view(torch.uint8).to(wire.device)
+    tag = torch.tensor([layout.tag], dtype=torch.int32, device="cpu").view(torch.uint8).to(wire.device)
     block_reference._put(wire, layout.nbytes - 4, tag.expand(rows, 4))
     if residual is not None:
         residual.copy_(u - decode(wire, layout))

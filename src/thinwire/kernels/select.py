@@ -82,7 +82,8 @@ def finite(u: Tensor) -> Tensor:
         return (_magnitude(u) < INFINITY).all(-1)
     top = np.int32(INFINITY - 1)
     rows = u.contiguous().numpy().view(np.int32)
-    return torch.tensor([not any(_by_part(row.size, partial(_count_above, row, top))) for row in rows])
+    all_finite = [not any(_by_part(row.size, partial(_count_above, row, top))) for row in rows]
+    return torch.tensor(all_finite, device="cpu")
 
 
 def drawn(keys: Tensor, numel: int, k: int) -> Tensor:
@@ -264,7 +265,7 @@ def _rows(u: Tensor, k: int, choose: Callable[[Array, Array], int]) -> tuple[Ten
     chosen = np.zeros((u.shape[0], k), np.int64)
     patterns = u.contiguous().numpy().view(np.int32)
     counts = [choose(row, places) for row, places in zip(patterns, chosen, strict=True)]
-    return torch.from_numpy(chosen), torch.tensor(counts)
+    return torch.from_numpy(chosen), torch.tensor(counts, device="cpu")
 
 
 def _largest_row(row: Array, k: int, chosen: Array) -> int:
@@ -277,7 +278,7 @@ def _bisected_row(row: Array, k: int, rounds: int, chosen: Array) -> int:
     candidates = _narrow(row, k + 1)
     rank = select_numba.kth_largest(candidates.patterns, k + 1) if k < row.size else np.int32(-1)
     top = np.int32(max(_by_part(row.size, lambda s: select_numba.largest_finite(row[s]))))
-    one, other = (np.float32(power.item()) for power in _powers(torch.tensor(top)))
+    one, other = (np.float32(power.item()) for power in _powers(torch.tensor(top, device="cpu")))
     total = sum(_by_part(row.size, lambda s: select_numba.whole_sum(row[s], one, other)))
     mean = np.float32(total) / np.float32(row.size) * (np.float32(1) / one) * (np.float32(1) / other)
     mean = min(np.float32(mean), top.view(np.float32))
