@@ -1,4 +1,4 @@
-"""Ranks with sharded models on a CPU: `python sharded_program.py 2`."""
+"""Ranks with sharded models on a CPU: `python sharded_program.py 2 [CHECK ...]`."""
 
 import sys
 import time
@@ -13,10 +13,12 @@ from start_program import join, report, start
 TIMEOUT_S = 60
 
 
-def main(rank, world, place):
+def main(rank, world, place, *names):
     join(rank, world, place, TIMEOUT_S)
     warnings.simplefilter("ignore")  # of torch's own, about its own functions
     for check in (*CHECKS, *SQUARE) if world == 4 else CHECKS:
+        if names and check.__name__ not in names:
+            continue
         began, wrong = time.monotonic(), ""
         try:
             check(torch.device("cpu"), rank, world)
@@ -28,4 +30,4 @@ def main(rank, world, place):
 
 
 if __name__ == "__main__":
-    sys.exit(max(start("fork", int(sys.argv[1]), main)))
+    sys.exit(max(start("fork", int(sys.argv[1]), main, *sys.argv[2:])))
