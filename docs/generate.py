@@ -206,6 +206,19 @@ def parallel_tables(device: str) -> str:
     return "\n\n".join(parts)
 
 
+def sharded_summary() -> str:
+    """One sentence on FSDP2 on a GPU, for its page and the README."""
+    record = result("parallel", "cuda")
+    cell = next(each for each in record["cells"] if each["kind"] == "fsdp" and each["hosts"] == 2)
+    ms = {row["method"]: f"{row['step_s'] * 1e3:.0f} ms" for row in cell["rows"]}
+    where = f"on {cell['hosts']} hosts at {cell['link']}"
+    return (
+        f"With FSDP2, GPT-2 small {where} takes {ms['fp32']} a step if torch reduces in float32, and\n"
+        f"{ms['bf16']} if it reduces in bfloat16. With `int8` weights and gradients it takes {ms['int8']},\n"
+        f"and with `int4` gradients {ms['int8+int4']} ({where_trained(record)})."
+    )
+
+
 def where_trained(record: dict[str, Any]) -> str:
     """The GPU that all hosts share, and when and by which commits cells were measured."""
     cells = record["cells"]
@@ -290,6 +303,7 @@ PARTS = {
     "training": partial(training_tables, "cpu"),
     "training-cuda": partial(training_tables, "cuda"),
     "training-summary": training_summary,
+    "fsdp-summary": sharded_summary,
     "parallel-cpu": partial(parallel_tables, "cpu"),
     "parallel-cuda": partial(parallel_tables, "cuda"),
     "schedules": schedule_list,
@@ -321,7 +335,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     check = parser.parse_args().check
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()
         if filled(text) != text:
             stale.append(path.relative_to(ROOT))
