@@ -24,6 +24,6 @@ def test_every_check_holds_on_every_rank(world):
     lines = [json.loads(line) for text in done.outputs for line in text.splitlines() if line.startswith("{")]
     assert {(line["check"], line["rank"]): line["wrong"] for line in lines if line["wrong"]} == {}
     checks = {line["check"] for line in lines}
-    assert len(checks) == (13 if world == 4 else 11), "\n".join(text[-1500:] for text in done.outputs)
+    assert len(checks) == (21 if world == 4 else 15), "\n".join(text[-1500:] for text in done.outputs)
     assert len(lines) == world * len(checks)
     assert done.ok, done.outputs

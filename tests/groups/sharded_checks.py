@@ -4,23 +4,29 @@ Calls are compared with an answer of their own: codecs that encode and decode on
 """
 
 import copy
+import gc
 import io
 import json
 import math
-from contextlib import contextmanager
+import tempfile
+import weakref
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from start_program import digest, raises
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import thinwire
 from thinwire import Channel, CodecError, InputError, Stream, codecs, policy
-from thinwire.integrations import reshard, sharded_auto
+from thinwire.integrations import load_sharded, reshard, sharded_auto, sharded_state
 from thinwire.integrations.fsdp_seam import sharded_groups
 from thinwire.policy import Policy, Rule
 
@@ -558,7 +564,269 @@ def auto(device, rank, world):
     assert fresh.pending["head.weight"].norm() > 0, "its residuals are added to the next gradients"
 
 
+class Tied(nn.Module):
+    """Two modules that share a weight, and a layer between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 300, bias=False), nn.Linear(WIDTH, 300, bias=False)
+        self.second.weight = self.first.weight
+        self.middle = nn.Linear(300, 300)
+
+    def forward(self, x):
+        return self.middle(self.first(x)) + self.second(x)
+
+
+def backward(net, device, rank, step=0):
+    (net(batch(device, rank, step)) - 1).square().mean().backward()
+
+
+def far(make, run, recipe="int8", **options):
+    """The error of a model's gradients against those of the same model without thinwire; and its handle."""
+    found = []
+    for codec in (None, recipe):
+        net = make()
+        handle = thinwire.attach(net, codec, **options) if codec else None
+        run(net)
+        found.append(torch.cat([each.flatten().float() for each in gradients_of(net)]))
+    return ((found[1] - found[0]).norm() / found[0].norm()).item(), handle
+
+
+def shared(device, rank, world):
+    """Modules that `fully_shard` puts into one group are one; tied weights have one name."""
+    mesh = meshed(device, world)
+
+    def make():
+        torch.manual_seed(0)
+        net = Tied().to(device)
+        fully_shard([net.first, net.second], mesh=mesh)
+        return fully_shard(net, mesh=mesh)
+
+    error, handle = far(make, lambda net: backward(net, device, rank), weights="int8")
+    assert 0 < error < 0.03
+    assert (len(handle.groups), handle.step) == (2, 1)
+    assert sorted(handle.tensors) == ["first.weight", "middle.bias", "middle.weight"]
+    handle.detach()
+
+    def columns():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, 48 * world), nn.Linear(48 * world, 300)).to(device)
+        place = lambda each: Shard(1) if each.shape[-1] == 48 * world and each.ndim == 2 else None  # noqa: E731
+        return fully_shard(net, mesh=mesh, shard_placement_fn=place)
+
+    error, handle = far(columns, lambda net: backward(net, device, rank), "int4", weights="int8")
+    assert 0 < error < 0.5
+    owed = reshard(everyone(handle.state_dict()), handle.shapes)
+    net = columns()
+    taker = thinwire.attach(net, "int4")
+    taker.load_state_dict(owed)
+    (net(batch(device, rank, 0)) * 0).sum().backward()
+    left = reshard(everyone(taker.state_dict()), taker.shapes)["pending"]["1.weight"]
+    found = net[1].weight.grad.full_tensor().cpu() + left.cpu()
+    torch.testing.assert_close(found, owed["pending"]["1.weight"].cpu(), rtol=1e-4, atol=1e-6)
+    raises(InputError, "other dimensions", taker.load_state_dict, {**taker.state_dict(), "dims": {}})
+
+
+def anytime(device, rank, world):
+    """Attach, detach and ask between any two passes; a compiled model; nothing is kept alive."""
+    mesh = meshed(device, world)
+    net = build(device, mesh)
+    first = thinwire.attach(net, "int8")
+    with torch.no_grad():
+        net(batch(device, rank, 0))  # the outermost module's parameters stay gathered
+    assert thinwire.integrations.attached(net) is first
+    second = thinwire.attach(torch.compile(net, backend="eager"), "int4", weights="int8")
+    assert thinwire.integrations.attached(net) is second
+    train(net, device, rank, 1)
+    with torch.inference_mode():
+        net(batch(device, rank, 0))
+    net.unshard(async_op=True).wait()
+    assert (first.step, second.step) == (0, 1)
+    thinwire.integrations.detach(net)
+    train(net, device, rank, 1)
+    assert second.step == 1
+    third = thinwire.attach(net, "int4")
+    train(net, device, rank, 1)
+    alive = weakref.ref(net), weakref.ref(third)
+    del net, first, second, third
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+
+
+def separate(device, rank, world):
+    """A group of its own for the reduce-scatter; unused parameters that are reduced too."""
+    mesh = meshed(device, world)
+    for late in (False, True):
+        net = build(device, mesh)
+        if not hasattr(net, "set_separate_reduce_scatter_group"):
+            break
+        if not late:
+            net.set_separate_reduce_scatter_group(True)
+        handle = thinwire.attach(net, "int8", weights="int8")
+        if late:
+            net.set_separate_reduce_scatter_group(True)
+        train(net, device, rank, 1)
+        for name, sent in handle.stats()["directions"].items():
+            assert sent["sent_nbytes"] < 0.5 * sent["plain_nbytes"], (name, sent)
+    net = Net(unused=True).to(device)
+    for each in (net.unused, net):
+        fully_shard(each, mesh=mesh)
+    for group in sharded_groups(net):
+        group.inner.reduce_scatter_unused_params = True
+    handle = thinwire.attach(net, "int8")
+    backward(net, device, rank)
+    assert handle.step == 1
+
+
+def moments(device, rank, world):
+    """Rules by step for weights: both passes of a step use the same bits, also at the step that changes."""
+    mesh = meshed(device, world)
+    rules = Policy(
+        "two", (Rule("int4/128", min_ndim=2, last_step=1), Rule("int8/256", min_ndim=2), Rule("fp32"))
+    )
+
+    def deep():
+        net = Net()
+        net.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        return net
+
+    net = build(device, mesh, deep)
+    handle = thinwire.attach(net, "fp32", weights=rules)
+    for step in range(3):
+        with watched(handle, "gather") as calls:
+            train(net, device, rank, 1)
+        outputs = {}
+        for group, _, _, output, _ in calls:
+            outputs.setdefault(group.index, []).append(output)
+        for several in outputs.values():
+            assert all(torch.equal(each, several[0]) for each in several), step
+    raises(thinwire.PolicyError, "", thinwire.attach, net, Policy("none", (Rule("int8/256", min_ndim=9),)))
+
+
+def sums(device, rank, world):
+    """HSDP where FSDP asks for sums: 16-bit floats, divide factors; all-reduces left out; rules by step."""
+    square = meshed(device, 2, world // 2)
+    half = MixedPrecisionPolicy(torch.float16, torch.float16)
+
+    def divided(net):
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(0.5)
+                module.set_force_sum_reduction_for_comms(True)
+        backward(net, device, rank)
+
+    def accumulated(net):
+        for micro in range(3):
+            net.set_requires_all_reduce(micro == 2)
+            backward(net, device, rank, micro)
+
+    plain = partial(backward, device=device, rank=rank)
+    for make, run in (
+        (lambda: build(device, square, mp_policy=half), plain), (lambda: build(device, square), divided),
+        (lambda: build(device, square), accumulated),
+    ):  # fmt: skip
+        error, handle = far(make, run, inside="int8")
+        assert 0 < error < 0.03, error
+        sent = handle.stats()["directions"]["replicas"]
+        assert sent["sent_nbytes"] < 0.6 * sent["plain_nbytes"], sent
+    rules = Policy("two", (Rule("onebit/512+ef", min_ndim=2, last_step=1), Rule("fp32")))
+
+    def three(net):
+        for step in range(3):
+            backward(net, device, rank, step)
+
+    error, handle = far(lambda: build(device, square), three, rules)
+    assert error < 1e-4, "the residuals of the first codec were lost"
+    assert not any(channel.residuals for channel in handle.averages.channels.values())
+
+
+def unsplit(device, rank, world):
+    """Replicas that split nothing count steps; what they owe goes to other meshes, also to those of sums."""
+    square, tall = meshed(device, 2, world // 2), meshed(device, world, 1)
+    net = build(device, tall)
+    handle = thinwire.attach(net, "int4")
+    train(net, device, rank, 3)
+    assert handle.step == 3
+    owed = reshard(everyone(handle.state_dict()), handle.shapes)
+    for target in (tall, square):
+        net = build(device, target)
+        taker = thinwire.attach(net, "int4")
+        taker.load_state_dict(owed)
+        if target is square:
+            for module in net.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        (net(batch(device, rank, 0)) * 0).sum().backward()
+        assert not taker.pending
+        left = reshard(everyone(taker.state_dict()), taker.shapes)["pending"]["head.weight"]
+        found = net.head.weight.grad.full_tensor().cpu() + left.cpu()
+        torch.testing.assert_close(found, owed["pending"]["head.weight"].cpu(), rtol=1e-4, atol=1e-6)
+
+
+def meshes(device, rank, world):
+    """Tensor parallelism beside shards; replicas alone are refused; a rank of HSDP that attaches another."""
+    for shape in ((2, world // 2), (2, 1, world // 2)):
+        names = ("replicas", "shards", "tensors")[-len(shape) :]
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+        def make(mesh=mesh, names=names):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, 300)).to(device)
+            parallelize_module(net, mesh["tensors"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            return fully_shard(net, mesh=mesh[names[:-1]])
+
+        run = partial(backward, device=device, rank=rank // (world // 2))
+        error, _ = far(make, run)
+        assert 0 < error < 0.03, (shape, error)
+        net = make()
+        handle = thinwire.attach(net, "int4")
+        run(net)
+        for each in handle.averages.channels.values():
+            for name in ("0.weight", "2.weight"):
+                numel = sum(residual.numel() for residual in each.residuals_of(name).values())
+                assert numel <= 1.5 * math.prod(handle.shapes[name]), "of this rank's part alone"
+        handle.load_state_dict(handle.state_dict())
+        raises(InputError, "tensor parallel", sharded_state, handle)
+    with suppress(ImportError):
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        alone = replicate(Net(), mesh=meshed(device, world))
+        raises(InputError, "replicated, not sharded", thinwire.attach, alone, "int8")
+    net = build(device, meshed(device, 2, world // 2))
+    raises(thinwire.Disagreement, "attach", thinwire.attach, net, "int4" if rank == world - 1 else "int8")
+
+
+def checkpointed(device, rank, world):
+    """A distributed checkpoint: the same mesh goes on with the same bits, another owes the same."""
+    mesh, square = meshed(device, world), meshed(device, 2, world // 2)
+    with tempfile.TemporaryDirectory() as own:
+        folder = everyone(own)[0]
+        net = build(device, mesh)
+        handle = thinwire.attach(net, "int4", seed=SEED)
+        train(net, device, rank, 3)
+        dcp.save({"model": net.state_dict(), "thinwire": sharded_state(handle)}, checkpoint_id=folder)
+        again = build(device, mesh)
+        loaded = {"model": again.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder)
+        again.load_state_dict(loaded["model"])
+        other = thinwire.attach(again, "int4", seed=SEED)
+        load_sharded(other, folder)
+        taker = thinwire.attach(build(device, square), "int4")
+        load_sharded(taker, folder)
+        dist.barrier()
+    owed = reshard(everyone(handle.state_dict()), handle.shapes)["pending"]
+    assert taker.step == 3
+    assert taker.pending.keys() == owed.keys()
+    for name, each in owed.items():
+        torch.testing.assert_close(taker.pending[name].cpu(), each.cpu())
+        assert each.norm() > 0
+    for each in (net, again):
+        train(each, device, rank, 2, first=3)
+    assert digest(weights(net)) == digest(weights(again))
+
+
 CHECKS = (
-    bits, gathered, plain, accumulation, options, not_finite, resumed, phases, refusals, counts, auto,
+    bits, gathered, plain, accumulation, options, not_finite, resumed, phases, refusals, counts, shared,
+    anytime, separate, moments, auto,
 )  # fmt: skip
-SQUARE = (replicas, resharded)  #: for four ranks
+SQUARE = (replicas, resharded, sums, unsplit, meshes, checkpointed)  #: for four ranks

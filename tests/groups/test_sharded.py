@@ -21,4 +21,13 @@ def test_every_check_holds_on_every_rank(said, world, names):
     assert {(line["check"], line["rank"]): line["wrong"] for line in lines if line["wrong"]} == {}
     checks = {line["check"] for line in lines}
     assert len(lines) == world * len(checks), complaints
-    assert checks == set(names) if names else len(checks) == (13 if world == 4 else 11)
+    assert checks == set(names) if names else len(checks) == (21 if world == 4 else 15)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_in_a_step_is_an_error_on_all_others(said, kind, when):
+    lines, _ = said("sharded_fault_program.py", 4, kind, when, wall_s=60)
+    assert {line["rank"]: line["said"] for line in lines} == dict.fromkeys((0, 2, 3), "CommError")
+    assert max(line["seconds"] for line in lines) < 10 + 3

@@ -1,6 +1,7 @@
 """Scripts that know nothing of thinwire run with it; restarts, errors and exit codes are as with torchrun."""
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import re
 import signal
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,6 +266,36 @@ def test_a_sharded_model_is_taken_at_its_first_pass(worker, own):
         assert models.summary().startswith(f"thinwire: {'int4' if own else 'int8'}: ")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_sharded_model_is_not_kept_alive_but_its_counts_are(worker):
+    models, _, _ = worker
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = fully_shard(torch.nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (1,)))
+        net(torch.ones(2, 4)).sum().backward()
+        alive = weakref.ref(net)
+        del net
+        gc.collect()
+        assert alive() is None
+        assert models.hooks[0].handle() is None
+        assert [each["policy"] for each in models.stats()] == ["int8"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_model_that_cannot_be_compressed_trains_without(worker):
+    models, said, _ = worker
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = fully_shard(torch.nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (1,)))
+        net.set_custom_reduce_scatter(type("Own", (), {})())
+        net(torch.ones(2, 4)).sum()
+        assert not models.hooks
+        assert ["a communication of its own" in line for line in said] == [True]
+    finally:
+        dist.destroy_process_group()
+    assert "a communication of its own" in models.summary()
 
 
 @pytest.mark.rest

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,26 @@ from torch import Tensor
 from thinwire.errors import InputError
 from thinwire.integrations import checkpoint as states
 from thinwire.integrations.handle import Handle
+from thinwire.integrations.sharded_checkpoint import is_sharded
+
+if TYPE_CHECKING:
+    from thinwire.integrations.sharded import ShardedHandle
 
 REST = "rest"  # everything but tensors, as JSON
 BREAK = "|"
 
 
-def sharded_state(handle: Handle) -> dict[str, Any]:
+def sharded_state(handle: "Handle | ShardedHandle") -> dict[str, Any]:
     """Return this rank's part of a checkpoint, under its own name."""
+    if not isinstance(handle, Handle) and handle.is_tensor_parallel:
+        raise InputError(
+            "the model is tensor parallel too, and these ranks would save under the same names; "
+            "save handle.state_dict() on every rank instead"
+        )
     return {f"rank{handle.rank}": pack(handle.state_dict())}
 
 
-def load_sharded(handle: Handle, checkpoint: str | Path, key: str = "thinwire") -> None:
+def load_sharded(handle: "Handle | ShardedHandle", checkpoint: str | Path, key: str = "thinwire") -> None:
     """Load the state that `sharded_state` returned; `key` is its name in the checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -51,11 +60,15 @@ def load_sharded(handle: Handle, checkpoint: str | Path, key: str = "thinwire") 
     if not parts:
         raise InputError(f"the checkpoint {checkpoint} holds no state of thinwire under '{key}'")
     own = f"rank{handle.rank}"
-    same = len(parts) == handle.world
-    wanted = {own: parts[own]} if same else parts
-    load({key: wanted}, storage_reader=reader)
-    loaded = [unpack(each) for each in wanted.values()]
-    handle.load_state_dict(loaded[0] if same else states.reshard(loaded, handle.shapes))
+    if len(parts) == handle.world and own in parts:
+        load({key: {own: parts[own]}}, storage_reader=reader)
+        state = unpack(parts[own])
+        if isinstance(handle, Handle) or not is_sharded(state) or state["shards"] == handle.shards.size():
+            handle.load_state_dict(state)
+            return
+    load({key: parts}, storage_reader=reader)
+    loaded = [unpack(each) for each in parts.values()]
+    handle.load_state_dict(states.reshard(loaded, handle.shapes))
 
 
 def pack(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ handle = thinwire.attach(model, "int8", weights="int8")          # one line
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,8 +13,8 @@ from thinwire import policy
 from thinwire.codecs import AnySpec
 from thinwire.codecs import get as get_codec
 from thinwire.codecs.own import identity
-from thinwire.errors import InputError
-from thinwire.integrations.fsdp_seam import ShardedGroup, is_plain, sharded_groups
+from thinwire.errors import Disagreement, InputError
+from thinwire.integrations.fsdp_seam import ShardedGroup, is_plain, owners, sharded_groups
 from thinwire.integrations.sharded import ShardedHandle
 from thinwire.integrations.sharded_auto import ShardedAuto
 from thinwire.integrations.sharded_calls import Direction
@@ -49,6 +48,7 @@ def attach(
     inside: with HSDP, of the reduce-scatter among the ranks that share a replica; None: as torch does.
     seed: of random rounding.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     groups = _checked(model)
     chooses = weights is None and groups[0].replicas is None
     auto = ShardedAuto(chooses_weights=chooses) if codec == AUTO else None
@@ -64,26 +64,24 @@ def attach(
         auto=auto,
     )
     _compare(handle)
-    for before in _attached(groups):
+    lines = _first_lines(handle)  # on all ranks: it raises if no rule matches a tensor
+    for before in owners(model):
+        assert isinstance(before, ShardedHandle)
         before.detach()
     for group in groups:
         gather = handle.gather if handle.weights is not None or auto is not None else None
         average = handle.average if group.replicas is not None else None
         group.install(handle.reduce, gather, average)
     if handle.rank == 0:
-        for line in _first_lines(handle):
+        for line in lines:
             tell(line)
     return handle
 
 
 def attached(model: nn.Module) -> ShardedHandle | None:
     """Return the handle attached to a sharded model, or None."""
-    return next(_attached(sharded_groups(model)), None)
-
-
-def _attached(groups: Sequence[ShardedGroup]) -> Iterator[ShardedHandle]:
-    handles = [group.owner for group in groups]
-    yield from {id(handle): handle for handle in handles if isinstance(handle, ShardedHandle)}.values()
+    handles = owners(model)
+    return handles[0] if handles and isinstance(handles[0], ShardedHandle) else None
 
 
 def _checked(model: nn.Module) -> list[ShardedGroup]:
@@ -94,6 +92,10 @@ def _checked(model: nn.Module) -> list[ShardedGroup]:
     groups = [group for group in sharded_groups(model) if group.parameters]
     if not groups:
         raise InputError("this model has no sharded parameters")
+    if not all(group.is_sharded for group in groups):
+        raise InputError(
+            "the model's parameters are replicated, not sharded: use fully_shard, or DistributedDataParallel"
+        )
     if len({(id(group.shards), id(group.replicas)) for group in groups}) > 1:
         raise InputError("the model's modules have different meshes; shard all of them over one mesh")
     for group in groups:
@@ -114,10 +116,18 @@ def _compare(handle: ShardedHandle) -> None:
             rules = zlib.crc32(f"{direction.policy.to_toml()}{own}".encode())
             detail += f", {direction.name} {direction.policy.name} with rules {rules:08x}"
     name = AUTO if handle.auto is not None else handle.policy.name
-    call = Call("attach", name, (), "", "", detail)
+    wrong: Disagreement | None = None
     for group in (handle.shards, handle.replicas):
         if group is not None and group.size() > 1:
-            process_group.runtime_of(group, handle.device).compare(call)
+            if wrong is not None:  # other replicas wait in this call, and learn of it here
+                detail += "; but the ranks of this rank's replica disagree"
+            call = Call("attach", name, (), "", "", detail)
+            try:
+                process_group.runtime_of(group, handle.device).compare(call)
+            except Disagreement as error:
+                wrong = wrong or error
+    if wrong is not None:
+        raise wrong
 
 
 def _first_lines(handle: ShardedHandle) -> list[str]:
@@ -142,6 +152,8 @@ def _share(handle: ShardedHandle, direction: Direction) -> str:
     assert direction.policy is not None
     if direction.is_noop:
         return "noop: nothing is sent, and ranks drift apart; for measuring only"
+    if direction is handle.averages and handle.replicas is not None and handle.replicas.size() == 1:
+        return "there is one replica, so nothing is sent between replicas; inside= is for its own ranks"
     rules = [(each, direction.rule(each.info, 0, 0)) for each in handle.tensors.values()]
     encoded = [(each, rule) for each, rule in rules if rule.codec != "fp32"]
     elements = sum(each.numel for each, _ in rules)

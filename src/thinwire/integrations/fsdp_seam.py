@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api as api
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as defaults
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from thinwire import policy
@@ -27,7 +28,7 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 Reduce = Callable[["ShardedGroup", Tensor, Tensor, dist.ProcessGroup, Any], bool]
 Gather = Callable[["ShardedGroup", Tensor, Tensor, dist.ProcessGroup], bool]
-Average = Callable[["ShardedGroup", Tensor], bool]
+Average = Callable[["ShardedGroup", Tensor, bool], bool]
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,25 @@ class ShardedParameter:
     param: Any = field(repr=False)  #: torch's FSDPParam
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is split: with tensor parallelism, this rank's part of the parameter."""
+        return tuple(self.param._orig_size)
+
+    @property
     def has_gradient(self) -> bool:
         """Whether the backward pass that just ended left a gradient to reduce."""
-        if not hasattr(self.param, "_unsharded_param"):
-            return False
         if self.param.unsharded_accumulated_grad is not None:
             return True
         return self.param.unsharded_param.grad is not None
 
+    def counts(self, every: bool) -> bool:
+        """Whether FSDP reduces it: if it has a gradient, or with `every`, if it could have one."""
+        if not hasattr(self.param, "_unsharded_param"):
+            return False
+        return self.has_gradient or (every and bool(self.param.unsharded_param.requires_grad))
+
     def rows(self, whole: Tensor, world: int) -> Tensor:
-        """Return a tensor of the parameter's shape as the parts of all ranks [world, numel]."""
+        """Return a tensor of this shape as the parts of all ranks [world, numel]."""
         if self.dim:
             return torch.cat([each.reshape(1, -1) for each in whole.chunk(world, self.dim)])
         flat = whole.new_zeros(world * self.numel)
@@ -66,7 +76,7 @@ class ShardedGroup:
     inner: Any = field(repr=False)  #: torch's FSDPParamGroup
     present: tuple[ShardedParameter, ...] = ()  #: those with gradients, in the backward pass that just ended
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)  #: kept by a handle
-    phase: object = None  #: of the policy, in the last reduction
+    phases: dict[str, Any] = field(default_factory=dict, repr=False)  #: of the last reduction, by direction
     _before: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -77,8 +87,13 @@ class ShardedGroup:
     @property
     def shards(self) -> dist.ProcessGroup:
         """The ranks among which parameters are split."""
-        group: dist.ProcessGroup = self.inner._reduce_scatter_process_group
+        group: dist.ProcessGroup = self.inner.mesh_info.shard_process_group
         return group
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are split at all; those of `replicate` are not."""
+        return isinstance(self.inner.mesh_info, FSDPMeshInfo)
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -90,8 +105,7 @@ class ShardedGroup:
     @property
     def owner(self) -> object:
         """The handle that FSDP2 calls now, whoever installed it; None if there is none."""
-        comm = self.inner._reduce_scatter_comm
-        return comm.reduce.__self__ if isinstance(comm, ThinReduceScatter) else None  # type: ignore[attr-defined]
+        return _owner(self.inner)
 
     @property
     def divide_factor(self) -> float | None:
@@ -112,9 +126,7 @@ class ShardedGroup:
         @functools.wraps(post_backward)
         def noting(*unused: Any) -> Any:
             every = getattr(inner, "reduce_scatter_unused_params", False)
-            self.present = tuple(
-                each for each in self.parameters if each.has_gradient or _counts(each, every)
-            )
+            self.present = tuple(each for each in self.parameters if each.counts(every))
             return post_backward(*unused)
 
         inner.post_backward = noting
@@ -133,10 +145,6 @@ class ShardedGroup:
             self.inner.mesh_info.replicate_process_group = self._before["replicas"]
         del self.inner.post_backward  # the class has its own
         self._before = {}
-
-
-def _counts(parameter: ShardedParameter, every: bool) -> bool:
-    return every and bool(parameter.param.unsharded_param.requires_grad)
 
 
 class _Allocates:
@@ -184,9 +192,18 @@ class ReplicaGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self._group, self._average = inner, group, average
 
+    def __eq__(self, other: object) -> bool:
+        """Equal to torch's group, under which torch knows its name and its backend, also to report errors."""
+        return (other.inner if isinstance(other, ReplicaGroup) else other) is self.inner
+
+    def __hash__(self) -> int:
+        return hash(self.inner)
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """Average in place; called by `dist.all_reduce`."""
-        if opts is not None and opts.reduceOp == dist.ReduceOp.AVG and self._average(self._group, tensors[0]):
+        """Reduce in place; called by `dist.all_reduce`. FSDP asks for sums if it divides by itself."""
+        op = None if opts is None else opts.reduceOp
+        is_mean, is_sum = op == dist.ReduceOp.AVG, op == dist.ReduceOp.SUM
+        if (is_mean or is_sum) and self._average(self._group, tensors[0], is_sum):
             return None
         return self.inner.allreduce(tensors, opts)
 
@@ -208,11 +225,20 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     }
     groups: list[ShardedGroup] = []
     for inner in _inner_groups(model):
-        if not inner.is_sharded:
-            raise InputError("attach to a model whose parameters are sharded: call model.reshard() first")
         parameters = tuple(_parameter(param, named) for param in inner.fsdp_params)
         groups.append(ShardedGroup(len(groups), parameters, inner))
     return groups
+
+
+def owners(model: nn.Module) -> list[object]:
+    """Return the handles that a model's groups call, each once."""
+    handles = [_owner(inner) for inner in _inner_groups(model)]
+    return list({id(handle): handle for handle in handles if handle is not None}.values())
+
+
+def _owner(inner: Any) -> object:
+    comm = inner._reduce_scatter_comm
+    return comm.reduce.__self__ if isinstance(comm, ThinReduceScatter) else None  # type: ignore[attr-defined]
 
 
 def clean(name: str) -> str:
@@ -227,11 +253,15 @@ def clean(name: str) -> str:
 
 
 def _inner_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield every group once; `fully_shard([a, b])` makes one group of two modules."""
+    found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             known = getattr(state, "_fsdp_param_groups", None)
-            yield from [state._fsdp_param_group] if known is None and state._fsdp_param_group else known or ()
+            groups = [state._fsdp_param_group] if known is None and state._fsdp_param_group else known or ()
+            found.update((id(group), group) for group in groups)
+    yield from found.values()
 
 
 def _parameter(param: Any, named: dict[int, TensorInfo]) -> ShardedParameter:

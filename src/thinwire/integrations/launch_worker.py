@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.errors import InputError
 from thinwire.integrations import fsdp, fsdp_seam
 from thinwire.integrations.ddp import HookState, attach
 from thinwire.integrations.handle import Handle
@@ -38,6 +39,7 @@ from thinwire.integrations.launcher import Job
 from thinwire.integrations.metrics_report import brief
 from thinwire.integrations.metrics_table import headline
 from thinwire.integrations.sharded import ShardedHandle
+from thinwire.policy import Policy
 
 NOT_MADE = "the script made no DistributedDataParallel or fully_shard model in this process"
 ALONE = "there is one process only, which sends nothing; start more with --nproc-per-node"
@@ -51,23 +53,43 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 HIDDEN = (__file__, runpy.__file__, "<frozen runpy>")
 
 
+class ShardedCounts:
+    """The counts of a sharded model. They outlive it; its handle would keep it alive."""
+
+    tells_wait: ClassVar[bool] = ShardedHandle.tells_wait
+
+    def __init__(self, handle: ShardedHandle) -> None:
+        self.metrics, self.auto, self._policy = handle.metrics, handle.auto, handle.policy
+        self.handle = weakref.ref(handle)
+
+    @property
+    def policy(self) -> Policy:
+        """The model's policy, which `auto` may change; the last one known of a model that is gone."""
+        handle = self.handle()
+        if handle is not None:
+            self._policy = handle.policy
+        return self._policy
+
+
 @dataclass(eq=False)
 class Hook:
     """The hook that a model runs: thinwire's, until the script registers another or attaches again."""
 
     state: Any
     function: Callable[[Any, Any], Any]
-    ours: Handle | ShardedHandle | None = None
+    ours: Handle | None = None
     is_scripts: bool = False
     last: Mapping[str, Any] | None = None  #: statistics of a deleted model
 
     def handle(self) -> Handle | ShardedHandle | None:
-        """Return the attached handle; None if the hook is not thinwire's."""
+        """Return the attached handle; None if the hook is not thinwire's, or if the model is gone."""
+        if isinstance(self.state, ShardedCounts):
+            return self.state.handle()
         handle = self.state.handle if isinstance(self.state, HookState) else self.state
-        return handle if isinstance(handle, Handle | ShardedHandle) else None
+        return handle if isinstance(handle, Handle) else None
 
     def stats(self) -> Mapping[str, Any] | None:
-        handle = self.handle()
+        handle = self.state if isinstance(self.state, ShardedCounts) else self.handle()
         return brief(handle) if handle is not None else self.last
 
     def retire(self) -> None:
@@ -164,17 +186,20 @@ class Models:
 
     def take_sharded(self, model: nn.Module) -> None:
         """Attach to a sharded model at its first forward pass; not if the script attached to it."""
-        if fsdp.attached(model) is not None:
+        handle = fsdp.attached(model)
+        if handle is not None:
             self.say(
                 f"thinwire: the script calls thinwire.attach itself: --codec {self.job.codec} is not used"
             )
-            handle = fsdp.attached(model)
         else:
             seed = self.job.seed + len(self.hooks)
-            handle = fsdp.attach(model, self.job.codec, weights=self.job.weights, seed=seed)
-        hook = Hook(handle, _never, handle)
-        self.hooks.append(hook)
-        weakref.finalize(model, hook.retire).atexit = False
+            try:
+                handle = fsdp.attach(model, self.job.codec, weights=self.job.weights, seed=seed)
+            except InputError as error:  # what the script made cannot be compressed: it trains without
+                self.refused.append(str(error))
+                self.say(f"thinwire: a sharded model is not compressed: {error}")
+                return
+        self.hooks.append(Hook(ShardedCounts(handle), _never))
 
     def register(self, model: DistributedDataParallel, state: Any, function: Any) -> None:
         """Register a hook: thinwire's, one of the script in its place, or one of a model without thinwire."""

@@ -3,18 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from thinwire.codecs import Cast
 from thinwire.codecs import get as get_codec
-from thinwire.integrations.metrics import snr_db, total
+from thinwire.integrations.metrics import Metrics, snr_db, total
 from thinwire.integrations.routes import schedule_of
-from thinwire.policy import Rule, TensorInfo
+from thinwire.policy import Policy, Rule, TensorInfo
 from thinwire.schedules.low_rank import LOW_RANK, matrix, shrinks
 
 if TYPE_CHECKING:
     from thinwire.integrations.handle import Handle
-    from thinwire.integrations.sharded import ShardedHandle
 
 
 def describe(handle: "Handle") -> dict[str, Any]:
@@ -45,7 +44,27 @@ def describe(handle: "Handle") -> dict[str, Any]:
     }
 
 
-def brief(handle: "Handle | ShardedHandle") -> dict[str, Any]:
+class Chooses(Protocol):
+    """What `brief` reads of `auto`."""
+
+    @property
+    def settled(self) -> bool: ...
+
+
+class Counted(Protocol):
+    """What `brief` reads of a handle."""
+
+    tells_wait: ClassVar[bool]  #: whether metrics know how long training waited
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def auto(self) -> Chooses | None: ...
+
+
+def brief(handle: Counted) -> dict[str, Any]:
     """Return the part that reads no tensor, so that any thread may ask without disturbing training."""
     metrics = handle.metrics
     return {
@@ -63,7 +82,7 @@ def brief(handle: "Handle | ShardedHandle") -> dict[str, Any]:
     }
 
 
-def _label(handle: "Handle | ShardedHandle") -> str:
+def _label(handle: Counted) -> str:
     """Return the policy's name, and whether `auto` chose it or still measures."""
     if handle.auto is None:
         return handle.policy.name

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
 from thinwire import collectives
+from thinwire.channel import Channel
 from thinwire.errors import InputError
 from thinwire.integrations import run as sending
 from thinwire.integrations import sharded_calls as calls
@@ -25,10 +26,12 @@ from thinwire.integrations.routes import make as make_bucket
 from thinwire.integrations.sharded_auto import ShardedAuto
 from thinwire.integrations.sharded_calls import GRADIENTS, REPLICAS, WEIGHTS, Direction, ShardCall
 from thinwire.integrations.sharded_report import describe
+from thinwire.integrations.tell import tell
 from thinwire.policy import Policy, TensorInfo
 from thinwire.rounding import Stream
 from thinwire.runtimes.arguments import is_mean
 from thinwire.runtimes.runtime import Runtime, runtime_of
+from thinwire.schedules.residuals import gradient_residual
 
 
 @dataclass(repr=False)
@@ -49,10 +52,11 @@ class ShardedHandle:
     auto: ShardedAuto | None = None  #: chooses the policies, with "auto"
     _pass: int = -2  #: the backward pass of the last reduction
     _next_weights: list[Policy | None] = field(default_factory=list)  #: from the next forward pass on
-    _weights_step: int = 0  #: the step whose random numbers round weights, in forward and backward alike
+    _weights_step: int = 0  #: the step whose rules and random numbers weights use, forward and backward alike
 
     def __post_init__(self) -> None:
         hsdp = self.replicas is not None
+        self.weight = 1.0 / self.shards.size()  #: of the last sum over shards
         clock = self.metrics.clock
         self.gradients = Direction(GRADIENTS, self.inside if hsdp else self.policy, clock)
         self.averages = Direction(REPLICAS, self.policy if hsdp else None, clock)
@@ -105,14 +109,19 @@ class ShardedHandle:
         ]
 
     @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether other ranks hold other parts of the same parameters, besides those of the mesh."""
+        return any(each.param.is_dtensor for group in self.groups for each in group.parameters)
+
+    @property
     def tensors(self) -> dict[str, ShardedParameter]:
         """All parameters, by name."""
         return {each.info.name: each for group in self.groups for each in group.parameters}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters, by name."""
-        return {name: each.info.shape for name, each in self.tensors.items()}
+        """Shapes of the parameters, by name; with tensor parallelism, of this rank's parts."""
+        return {name: each.shape for name, each in self.tensors.items()}
 
     @property
     def sent_nbytes(self) -> int:
@@ -135,11 +144,13 @@ class ShardedHandle:
             return self._count(direction, 0, plain)
         if direction.policy is not None or self.pending:
             self._check_layout(group, output)
-        self._add_pending(group, given)
+        self._add_pending(group, given, runtime.world)
+        self.weight = _weight(op, runtime.world, group.divide_factor)
         call = None
         if direction.policy is not None:
-            weight = _weight(op, runtime.world, group.divide_factor)
-            call = self._call(direction, group, group.present, runtime, given, weight)
+            step = max(0, self.step - 1)
+            self._switch(direction, group, given, step, runtime.world)
+            call = self._call(direction, group, group.present, runtime, given, step, self.weight)
         if call is None:
             self._count(direction, plain, plain)
             return False
@@ -150,13 +161,14 @@ class ShardedHandle:
         """Gather weights from all ranks; False: torch shall do it."""
         direction, runtime = self.parameters, runtime_of(shards, given.device)
         plain = (runtime.world - 1) * given.numel() * given.element_size()
-        wanted = sum(each.numel for each in group.parameters)
         forward = torch._C._current_graph_task_id() == -1
         if forward and self._next_weights:
             direction.policy = self._next_weights.pop()
         # Inside a smaller group (reshard_after_forward=N) the weights are decoded ones already.
-        decoded = shards is not group.shards or given.numel() != wanted
-        if self.detached or decoded or direction.policy is None:
+        usual = given.numel() == sum(each.numel for each in group.parameters)
+        if not usual and shards is group.shards and not self.detached:
+            self._say_uncompressed(direction, given.dtype)
+        if self.detached or shards is not group.shards or not usual or direction.policy is None:
             self._count(direction, plain, plain)
             return False
         if direction.is_noop:
@@ -164,28 +176,38 @@ class ShardedHandle:
             return self._count(direction, 0, plain)
         if forward:  # the backward pass needs the same bits
             self._weights_step = self.step
-        call = self._call(direction, group, group.parameters, runtime, given)
+        call = self._call(direction, group, group.parameters, runtime, given, self._weights_step)
         if call is None:
             self._count(direction, plain, plain)
             return False
         call.run(runtime, given, output, Stream(self.seed, step=self._weights_step, rank=runtime.rank))
         return self._count(direction, call.sent_nbytes, plain)
 
-    def average(self, group: ShardedGroup, values: Tensor) -> bool:
-        """Average this rank's part of the gradients over replicas; False: torch shall do it."""
+    def average(self, group: ShardedGroup, values: Tensor, is_sum: bool) -> bool:
+        """Average this rank's part of the gradients over replicas, or add it; False: torch shall do it."""
         direction, replicas = self.averages, group.replicas
         assert replicas is not None
         if self.detached or direction.policy is None:
             return False
-        plan = self._bucket(direction, group, values, runtime_of(replicas, values.device))
+        self._begin_step()
+        if group.shards.size() == 1:  # FSDP did not call `reduce`
+            self.weight = 1.0 / (group.divide_factor or 1.0)
+            self._add_pending(group, values, 1, self.weight)
+        step = max(0, self.step - 1)
+        if not direction.is_noop:
+            self._switch(direction, group, values, step, 1)
+        plan = self._bucket(direction, group, values, runtime_of(replicas, values.device), step)
         plain = plan.fp32_nbytes * values.element_size() // 4
-        if direction.is_noop:
-            return self._count(direction, 0, plain)
-        self._count(direction, plan.sent_nbytes, plain)
-        if plan.plain:
-            return False
-        rng = Stream(self.seed, step=self.step, rank=replicas.rank()) if plan.calls.random else None
-        sending.run(plan.calls, [values], rng).wait()
+        if not direction.is_noop:
+            self._count(direction, plan.sent_nbytes, plain)
+            if plan.plain:
+                return False
+            rng = Stream(self.seed, step=self.step, rank=replicas.rank()) if plan.calls.random else None
+            sending.run(plan.calls, [values], rng).wait()
+        else:
+            self._count(direction, 0, plain)
+        if is_sum:
+            values *= replicas.size()
         return True
 
     def _begin_step(self) -> None:
@@ -223,6 +245,14 @@ class ShardedHandle:
     def _rng(self) -> Stream:
         return Stream(self.seed, step=self.step, rank=self.shards.rank())
 
+    def _say_uncompressed(self, direction: Direction, dtype: torch.dtype) -> None:
+        """Say once that codecs cannot send tensors of a dtype; torch sends them."""
+        if self.rank or direction.told:
+            return
+        direction.told = True
+        what = "several dtypes in one group" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+        tell(f"thinwire: {direction.name} of {what} are not compressed; float32, bfloat16 and float16 are")
+
     def _check_layout(self, group: ShardedGroup, output: Tensor) -> None:
         numel = sum(each.numel for each in group.present)
         if numel != output.numel():
@@ -238,45 +268,58 @@ class ShardedHandle:
         parameters: Sequence[ShardedParameter],
         runtime: Runtime,
         given: Tensor,
+        step: int,
         weight: float = 1.0,
     ) -> ShardCall | None:
         """Return the call for a group's parameters; planned again only if these or their rules change."""
         assert direction.policy is not None
-        step = max(0, self.step - 1)
         phase = direction.policy.phase(step, self.epoch)
         names = direction.name, direction.policy.name
         key = names, tuple(map(id, parameters)), phase, weight, given.dtype, given.device
         if key not in group.plans:
+            if given.dtype not in calls.EXACT:
+                self._say_uncompressed(direction, given.dtype)
             rules = [direction.rule(each.info, step, self.epoch) for each in parameters]
             group.plans[key] = calls.make(direction, parameters, rules, runtime, given, weight)
-        if direction is self.gradients and group.phase != (names, phase):
-            group.phase = names, phase
-            self._switch(parameters, step, given, runtime.world)
         known: ShardCall | None = group.plans[key]
         return known
 
-    def _switch(self, parameters: Sequence[ShardedParameter], step: int, given: Tensor, world: int) -> None:
+    def _switch(
+        self, direction: Direction, group: ShardedGroup, given: Tensor, step: int, world: int
+    ) -> None:
         """If a parameter's codec has changed, add the residual of the old one to its gradient."""
-        for parameter in parameters:
-            name, codec = parameter.info.name, self.gradients.rule(parameter.info, step, self.epoch).codec
-            before = self.gradients.codecs.get(name, codec)
-            if before != codec and before in self.gradients.channels:
-                channel = self.gradients.channels[before]
-                rows = states.residual_rows(channel, name)
-                channel.forget_name(name)
+        assert direction.policy is not None
+        phase = direction.policy.phase(step, self.epoch)
+        now = direction.policy.name, phase, tuple(map(id, group.present))
+        if group.phases.get(direction.name) == now:
+            return
+        group.phases[direction.name] = now
+        for parameter in group.present:
+            name, codec = parameter.info.name, direction.rule(parameter.info, step, self.epoch).codec
+            for before, channel in direction.channels.items():
+                rows = self._residual(direction, channel, parameter) if before != codec else None
                 if rows is not None:
-                    self._add_rows(parameters, parameter, rows, given, world)
-            self.gradients.codecs[name] = codec
+                    channel.forget_name(name)
+                    self._add_rows(group.present, parameter, rows, given, world)
 
-    def _add_pending(self, group: ShardedGroup, given: Tensor) -> None:
+    def _residual(self, direction: Direction, channel: Channel, parameter: ShardedParameter) -> Tensor | None:
+        """Return what a channel owes to a parameter's next gradients, as rows."""
+        if direction is self.gradients:
+            return states.residual_rows(channel, parameter.info.name)
+        assert self.replicas is not None
+        shape = states.part_shape(parameter.shape, parameter.dim, self.shards.size())
+        rank, world = self.replicas.rank(), self.replicas.size()
+        part = gradient_residual(channel, parameter.info.name, shape, rank, world)
+        return None if part is None else part.reshape(1, -1)
+
+    def _add_pending(self, group: ShardedGroup, given: Tensor, world: int, weight: float = 1.0) -> None:
         """Add the residuals of an earlier run to the gradients."""
         if not self.pending:
             return
-        world = self.shards.size()
         for parameter in group.present:
             residual = self.pending.pop(parameter.info.name, None)
             if residual is not None:
-                rows = parameter.rows(residual.to(given.device), world)
+                rows = parameter.rows(residual.to(given.device), world) * weight
                 self._add_rows(group.present, parameter, rows, given, world)
 
     def _add_rows(
@@ -291,11 +334,10 @@ class ShardedHandle:
         given.view(world, -1)[:, at : at + parameter.numel] += rows.to(given.dtype)
 
     def _bucket(
-        self, direction: Direction, group: ShardedGroup, values: Tensor, runtime: Runtime
+        self, direction: Direction, group: ShardedGroup, values: Tensor, runtime: Runtime, step: int
     ) -> BucketPlan:
         """Return the plan of an all-reduce between replicas."""
         assert direction.policy is not None
-        step = max(0, self.step - 1)
         phase = direction.policy.phase(step, self.epoch)
         names = direction.name, direction.policy.name
         key = names, tuple(map(id, group.present)), phase, values.dtype, values.device
@@ -303,7 +345,7 @@ class ShardedHandle:
             sent, places, at = [], [], 0
             for parameter in group.present:
                 rule = direction.rule(parameter.info, step, self.epoch)
-                shape = states.part_shape(parameter.info.shape, parameter.dim, self.shards.size())
+                shape = states.part_shape(parameter.shape, parameter.dim, self.shards.size())
                 part = TensorInfo(parameter.info.name, parameter.info.role, shape)
                 route = Route(rule.codec, schedule_of(rule, parameter.numel, runtime.world))
                 sent.append(RoutedTensor(part, rule, route))

@@ -43,9 +43,9 @@ class Direction:
     policy: Policy | None  #: None: as torch sends it
     clock: Clock | None = None
     channels: dict[str, Channel] = field(default_factory=dict)  #: by codec
-    codecs: dict[str, str] = field(default_factory=dict)  #: the last codec of each parameter
     sent_nbytes: int = 0
     plain_nbytes: int = 0  #: that torch would have sent
+    told: bool = False  #: whether a line said that some tensors cannot be compressed
 
     @property
     def is_noop(self) -> bool:

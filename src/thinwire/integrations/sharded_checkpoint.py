@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VERSION = 1
 KIND = "sharded"
 NUMBERS = ("version", "step", "epoch", "rank", "world", "shards")
-MAPPINGS = ("channels", "codecs", "dims", "pending")
+MAPPINGS = ("channels", "dims", "pending")
 TEXTS = ("kind", "policies", "auto")
 
 
@@ -46,11 +46,11 @@ def save(handle: "ShardedHandle") -> dict[str, Any]:
         "rank": handle.rank,
         "world": handle.world,
         "shards": handle.shards.size(),
+        "weight": handle.weight,
         "channels": {
             each.name: {codec: channel.state_dict() for codec, channel in each.channels.items()}
             for each in kept
         },
-        "codecs": dict(handle.gradients.codecs),
         "dims": {name: each.dim for name, each in handle.tensors.items()},
         "pending": {name: residual.clone() for name, residual in handle.pending.items()},
     }
@@ -82,12 +82,11 @@ def load(handle: "ShardedHandle", state: Mapping[str, Any]) -> None:
         direction.channels = channels.get(direction.name, {})
         for channel in direction.channels.values():
             channel.clock = handle.metrics.clock
-    handle.gradients.codecs = dict(state["codecs"])
     handle.pending = {name: tensor.detach().clone() for name, tensor in state["pending"].items()}
-    handle.step, handle.epoch = state["step"], state["epoch"]
+    handle.step, handle.epoch, handle.weight = state["step"], state["epoch"], state["weight"]
     for group in handle.groups:
         group.plans.clear()
-        group.phase = None
+        group.phases.clear()
 
 
 def check(state: Mapping[str, Any]) -> dict[str, dict[str, Channel]]:
@@ -100,6 +99,8 @@ def check(state: Mapping[str, Any]) -> dict[str, dict[str, Channel]]:
         wrong = [key for key in keys if not isinstance(state.get(key), kind)]
         if wrong:
             raise InputError(f"the state is damaged: {', '.join(wrong)} is missing or of a wrong type")
+    if not isinstance(state.get("weight"), float) or not 0 < state["weight"] < math.inf:
+        raise InputError("the state is damaged: weight is no positive number")
     for name, tensor in state["pending"].items():
         if not isinstance(tensor, Tensor) or not tensor.isfinite().all():
             raise InputError(f"the state is damaged: the residual of {name} is no tensor of finite numbers")
@@ -126,8 +127,16 @@ def _check_names(
 ) -> None:
     """Refuse residuals of parameters that the model does not have, or that have another size."""
     known, world = handle.tensors, handle.shards.size()
+    if state["world"] and any(each.dim != state["dims"].get(name) for name, each in known.items()):
+        raise InputError(
+            "the state is of a model with other parameters, or split along other dimensions; use reshard"
+        )
+    for channel in channels.get(REPLICAS, {}).values():
+        for name in map(slots.name_of, channel.residuals):
+            if name not in known:
+                raise InputError(f"the state has a residual of {name}, which this model has not")
     for name, tensor in state["pending"].items():
-        if name not in known or tuple(tensor.shape) != known[name].info.shape:
+        if name not in known or tuple(tensor.shape) != known[name].shape:
             raise InputError(f"the state has a residual of {name}, which this model has not, or not so large")
     for codec, channel in channels.get(GRADIENTS, {}).items():
         for slot in channel.residuals:
@@ -171,7 +180,7 @@ def reshard(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int,
     for state in sorted(states, key=lambda each: each["rank"]):
         for name, residual in _gradient_residuals(state, shapes).items():
             pending[name] = pending.get(name, 0) + residual / world
-    blank = {"rank": -1, "world": 0, "shards": 0, "channels": {}, "codecs": {}, "pending": pending}
+    blank = {"rank": -1, "world": 0, "shards": 0, "channels": {}, "pending": pending}
     return {**states[0], **blank}
 
 
@@ -198,7 +207,7 @@ def _gradient_residuals(state: Mapping[str, Any], shapes: Mapping[str, tuple[int
             residual = gradient_residual(channel, name, part, replica, state["world"] // shards)
             if residual is not None:
                 rows = residual.new_zeros(shards, residual.numel())
-                rows[shard] = shards * residual.reshape(-1)  # a mean over shards follows
+                rows[shard] = residual.reshape(-1) / state["weight"]  # a weighted sum over shards follows
                 add(name, rows)
     return total
 
