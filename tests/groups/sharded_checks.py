@@ -149,7 +149,7 @@ def parts(parameters, row):
 def encoded(channel, rows, name, rng):
     """A rank's rows [world, numel] after a trip, by the codec alone; it keeps residuals as a plan does."""
     wire = channel.encode(rows.float(), f"{name}/sent", rng)
-    return channel.decode(wire, rows.shape[1])
+    return channel.codec.decode(wire, rows.shape[1], weight=1.0 / len(rows))
 
 
 def codec_of(rules, tensor, dtype):
@@ -172,7 +172,7 @@ def expected_reduction(rules, calls, world, channels, step):
             all_of_them = everyone(trip)
             sums = None
             for each in all_of_them:
-                part = each[dist.get_rank()] * (1.0 / world)
+                part = each[dist.get_rank()]
                 sums = part if sums is None else sums + part
             total[place] = sums
         yield output, total.to(dtype)
