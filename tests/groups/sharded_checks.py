@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import thinwire
 from thinwire import Channel, CodecError, InputError, Stream, codecs, policy
-from thinwire.integrations import load_sharded, reshard, sharded_auto, sharded_state
+from thinwire.integrations import fsdp, load_sharded, reshard, sharded_auto, sharded_state
 from thinwire.integrations.fsdp_seam import sharded_groups
 from thinwire.policy import Policy, Rule
 
@@ -147,7 +147,10 @@ def parts(parameters, row):
 
 
 def encoded(channel, rows, name, rng):
-    """A rank's rows [world, numel] after a trip, by the codec alone; it keeps residuals as a plan does."""
+    """A rank's rows [world, numel] after a trip, by the codec alone; it keeps residuals as a plan does.
+
+    The weight of a mean is a factor of the codec's scales.
+    """
     wire = channel.encode(rows.float(), f"{name}/sent", rng)
     return channel.codec.decode(wire, rows.shape[1], weight=1.0 / len(rows))
 
@@ -490,6 +493,7 @@ def refusals(device, rank, world):
     raises(CodecError, "low-rank", thinwire.attach, net, "powersgd")
     raises(CodecError, "agree", thinwire.attach, net, "aps8")
     raises(CodecError, "feed back", thinwire.attach, net, "int8", weights="int4/128+ef")
+    raises(thinwire.FormatError, "seed must be an integer", thinwire.attach, net, "int8", seed=0.5)
     raises(InputError, "HSDP", thinwire.attach, net, "int8", inside="int8")
     raises(thinwire.PolicyError, "itn8", thinwire.attach, net, "itn8")
     raises(InputError, "wrap it", thinwire.attach, Net(), "int8")
@@ -500,6 +504,12 @@ def refusals(device, rank, world):
     thinwire.attach(net, "int8")
     train(net, device, rank, 1)
     assert all(each.isfinite().all() for each in weights(net))
+
+
+def nbytes_of(parameter, rules):
+    """Bytes of a residual's element, if the parameter is trained and compressed."""
+    frozen = parameter.info.name.startswith("frozen")
+    return 0 if frozen or rules.route(parameter.info).codec == "fp32" else 4
 
 
 def counts(device, rank, world):
@@ -529,6 +539,10 @@ def counts(device, rank, world):
     assert stats["steps"] == 2
     assert stats["layers"]["head.weight"]["codec"] == "int8/256"
     handle.summary()
+    told = fsdp._first_lines(thinwire.attach(net, "int4"))
+    kept = sum(parameter.numel for parameter in handle.tensors.values() if nbytes_of(parameter, rules))
+    assert told[0].startswith("thinwire: gradients: int4 on 5 of 14 tensors, "), "two of 16 are frozen"
+    assert f"residuals of {4 * world * kept / 1e6:,.1f} MB" in told[1]
     silent = build(device, mesh)
     alone = thinwire.attach(silent, "noop", weights="noop")
     train(silent, device, rank, 2)

@@ -14,12 +14,13 @@ from thinwire.codecs import AnySpec
 from thinwire.codecs import get as get_codec
 from thinwire.codecs.own import identity
 from thinwire.errors import Disagreement, InputError
-from thinwire.integrations.fsdp_seam import ShardedGroup, is_plain, owners, sharded_groups
+from thinwire.integrations.fsdp_seam import ShardedGroup, ShardedParameter, is_plain, owners, sharded_groups
 from thinwire.integrations.sharded import ShardedHandle
 from thinwire.integrations.sharded_auto import ShardedAuto
 from thinwire.integrations.sharded_calls import Direction
 from thinwire.integrations.tell import tell
 from thinwire.policy import Policy
+from thinwire.rounding import Stream
 from thinwire.runtimes import process_group
 from thinwire.runtimes.job import Call
 
@@ -53,6 +54,7 @@ def attach(
     chooses = weights is None and groups[0].replicas is None
     auto = ShardedAuto(chooses_weights=chooses) if codec == AUTO else None
     gradients = policy.get("fp32" if auto is not None else codec)
+    Stream(seed)  # refuses what is no seed
     if inside is not None and groups[0].replicas is None:
         raise InputError("inside= is for HSDP, a mesh of two dimensions; this model has one: leave it out")
     handle = ShardedHandle(
@@ -154,7 +156,7 @@ def _share(handle: ShardedHandle, direction: Direction) -> str:
         return "noop: nothing is sent, and ranks drift apart; for measuring only"
     if direction is handle.averages and handle.replicas is not None and handle.replicas.size() == 1:
         return "there is one replica, so nothing is sent between replicas; inside= is for its own ranks"
-    rules = [(each, direction.rule(each.info, 0, 0)) for each in handle.tensors.values()]
+    rules = [(each, direction.rule(each.info, 0, 0)) for each in _sent(handle, direction)]
     encoded = [(each, rule) for each, rule in rules if rule.codec != "fp32"]
     elements = sum(each.numel for each, _ in rules)
     part = sum(each.numel for each, _ in encoded) / max(1, elements)
@@ -164,12 +166,19 @@ def _share(handle: ShardedHandle, direction: Direction) -> str:
     return f"{what}, {width:.2f} bits each" if encoded else f"{direction.policy.name}: nothing is compressed"
 
 
+def _sent(handle: ShardedHandle, direction: Direction) -> list[ShardedParameter]:
+    """The parameters that a direction sends: frozen ones have weights, but no gradients."""
+    trained = {info.name for info in handle.trained}
+    every = direction is handle.parameters
+    return [each for name, each in handle.tensors.items() if every or name in trained]
+
+
 def _residuals(handle: ShardedHandle) -> int:
     """Bytes of residuals that will be kept on this rank."""
     nbytes = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "int8": 260 / 256}
     total = 0.0
     for direction, copies in ((handle.gradients, handle.shards.size()), (handle.averages, 1)):
-        for each in handle.tensors.values() if direction.policy is not None else ():
+        for each in _sent(handle, direction) if direction.policy is not None else ():
             feedback = get_codec(direction.rule(each.info, 0, 0).codec).feedback
             total += copies * each.numel * nbytes.get(feedback, 4.0)
     return round(total)
