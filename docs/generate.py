@@ -30,6 +30,7 @@ from thinwire.study import convergence, reproduce
 from thinwire.study.reproduce import judge
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
 RESULTS = ROOT / "benchmarks" / "results"
 #: What the README shows of the benchmarks; docs/training.md has all of it.
 SHOWN_METHODS = ("torch-bf16", "torch-powersgd", "int8", "int4", "onebit", "powersgd", "auto")
@@ -273,6 +274,17 @@ def simulate_tables() -> str:
     return "\n\n".join(parts) or "Not measured yet: `thinwire bench simulate --save benchmarks/results`."
 
 
+def parallel_accuracy() -> str:
+    """Of every kind of parallelism and network."""
+    import parallel_accuracy_tables
+
+    record = json.loads((RESULTS / "parallel-accuracy.json").read_text())
+    parts = [f"{record['machine']['processor']}, {record['date'][:10]}, commit `{record['commit']}`."]
+    for title, header, rows in parallel_accuracy_tables.tables(record):
+        parts.append(f"### {title}\n\n" + table(list(header), rows))
+    return "\n\n".join(parts)
+
+
 PARTS = {
     "demo": demo_table,
     "demo-short": demo_summary,
@@ -281,6 +293,7 @@ PARTS = {
     "training": partial(training_tables, "cpu"),
     "training-cuda": partial(training_tables, "cuda"),
     "training-summary": training_summary,
+    "parallel-accuracy": parallel_accuracy,
     "schedules": schedule_list,
     "collective-speed": lambda: collective_tables("cpu"),
     "collective-speed-cuda": lambda: collective_tables("cuda"),
@@ -310,7 +323,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     check = parser.parse_args().check
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()
         if filled(text) != text:
             stale.append(path.relative_to(ROOT))
