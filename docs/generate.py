@@ -31,6 +31,7 @@ from thinwire.study import convergence, reproduce
 from thinwire.study.reproduce import judge
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
 RESULTS = ROOT / "benchmarks" / "results"
 #: What the README shows of the benchmarks; docs/training.md has all of it.
 SHOWN_METHODS = ("torch-bf16", "torch-powersgd", "int8", "int4", "onebit", "powersgd", "auto")
@@ -295,6 +296,17 @@ def simulate_tables() -> str:
     return "\n\n".join(parts) or "Not measured yet: `thinwire bench simulate --save benchmarks/results`."
 
 
+def parallel_accuracy() -> str:
+    """Of every kind of parallelism and network."""
+    import parallel_accuracy_tables
+
+    record = json.loads((RESULTS / "parallel-accuracy.json").read_text())
+    parts = [f"{record['machine']['processor']}, {record['date'][:10]}, commit `{record['commit']}`."]
+    for title, header, rows in parallel_accuracy_tables.tables(record):
+        parts.append(f"### {title}\n\n" + table(list(header), rows))
+    return "\n\n".join(parts)
+
+
 PARTS = {
     "demo": demo_table,
     "demo-short": demo_summary,
@@ -306,6 +318,7 @@ PARTS = {
     "fsdp-summary": sharded_summary,
     "parallel-cpu": partial(parallel_tables, "cpu"),
     "parallel-cuda": partial(parallel_tables, "cuda"),
+    "parallel-accuracy": parallel_accuracy,
     "schedules": schedule_list,
     "collective-speed": lambda: collective_tables("cpu"),
     "collective-speed-cuda": lambda: collective_tables("cuda"),
