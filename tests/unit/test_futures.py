@@ -47,14 +47,6 @@ def test_errors_of_parts_are_reworded_and_those_of_the_end_are_not():
         futures.gathered([done], fail, CPU, lambda _: ValueError()).wait()
 
 
-def test_what_follows_a_future_runs_before_it_is_done():
-    first, ran, x = torch.futures.Future(), [], torch.ones(3)
-    second = futures.followed(first, lambda: ran.append(second.done()), x)
-    first.set_result(None)
-    assert second.wait() is x
-    assert ran == [False]
-
-
 def test_an_outcome_is_passed_on():
     x, good, bad = torch.ones(1), torch.futures.Future(), torch.futures.Future()
     good.set_result(torch.zeros(1))
@@ -99,10 +91,9 @@ def test_futures_of_tensors_on_a_gpu_know_its_streams(monkeypatch):
         like = SimpleNamespace(device=device)
         futures.pending(like)
         futures.ready(like)
-        futures.followed(Future(), print, like)
         work.Work(None, device)
     futures.done(None)
-    assert given == [[GPU], [GPU], None, [GPU], [GPU], [], [], None, [], [], None]
+    assert given == [[GPU], [GPU], [GPU], [], [], [], None]
 
 
 # Works

@@ -42,9 +42,9 @@ def test_a_call_is_timed_after_a_warm_up(monkeypatch):
 
 def test_short_calls_are_timed_many_at_a_time(monkeypatch):
     watch = Watch(monkeypatch)
-    assert timing._plan(watch.taking(2**-14), CPU, 0.001) == (3, 5)
-    assert timing._plan(watch.taking(2**-14), CPU, 0.0021) == (3, 11)
-    assert timing._plan(watch.taking(0.0), CPU, 0.4) == (2000, 25)
+    assert timing._repeats(watch.taking(2**-14), CPU, 0.001) == (3, 5)
+    assert timing._repeats(watch.taking(2**-14), CPU, 0.0021) == (3, 11)
+    assert timing._repeats(watch.taking(0.0), CPU, 0.4) == (2000, 25)
     assert timing._timed(watch.taking(0.5), CPU, 4) == 0.5
 
 
@@ -68,7 +68,7 @@ def test_a_gpu_measures_with_its_own_clock(monkeypatch):
     gpu = SimpleNamespace(type="cuda")
     assert timing._timed(lambda: said.append("call"), gpu, 3) == 1.0
     assert said == ["record", "call", "call", "call", "record", "synchronize"]
-    assert timing._plan(print, gpu, 0.4) == (10, 5)
+    assert timing._repeats(print, gpu, 0.4) == (10, 5)
 
 
 def test_a_call_is_compared_with_a_copy(monkeypatch):

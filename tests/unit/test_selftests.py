@@ -100,7 +100,7 @@ class Programs:
 
 
 def threshold_of(segments):
-    return "sign" if segments.plans[0].low_at < 0 else "zero"
+    return "sign" if segments.layouts[0].low_at < 0 else "zero"
 
 
 def trials():
@@ -131,11 +131,11 @@ def test_trials_of_segments_find_every_fault(monkeypatch):
 def test_segments_of_a_sample_have_gaps_and_start_at_odd_multiples():
     for step in (1, 4, 8):
         segments, x, wire = segment_selftest._sample(CODECS["int8"]._params, step)
-        ends = [at + plan.numel for at, plan in zip(segments.starts, segments.plans, strict=True)]
+        ends = [at + layout.numel for at, layout in zip(segments.starts, segments.layouts, strict=True)]
         assert all(at % step == 0 and at // step % 2 for at in segments.starts)
         assert all(ends[i] < segments.starts[i + 1] for i in range(len(ends) - 1))
         assert x.numel() > ends[-1]
-        reached = [at + plan.nbytes for at, plan in zip(segments.wires, segments.plans, strict=True)]
+        reached = [at + layout.nbytes for at, layout in zip(segments.wires, segments.layouts, strict=True)]
         assert segments.wires[0] > 0
         assert all(reached[i] < segments.wires[i + 1] for i in range(len(reached) - 1))
         assert wire.numel() > reached[-1]
@@ -144,7 +144,7 @@ def test_segments_of_a_sample_have_gaps_and_start_at_odd_multiples():
             inside[start:end] = True
         assert not x[~inside].any()
         assert (x[inside] != 0).float().mean() > 0.99
-        assert [plan.numel for plan in segments.plans] == [3 * 1024 + 200, 70, 1, 1024]
+        assert [layout.numel for layout in segments.layouts] == [3 * 1024 + 200, 70, 1, 1024]
 
 
 def test_numbers_of_a_sample_have_another_scale_in_every_block():
@@ -159,9 +159,9 @@ def test_numbers_of_a_sample_have_another_scale_in_every_block():
 
 def test_layouts_of_samples_are_those_of_the_codec():
     for codec in CODECS.values():
-        plan, own = selftest.sample_plan(codec._params, 1000), codec._plan(1000)
-        assert (plan.numel, plan.scales_at, plan.extra_at) == (own.numel, own.scales_at, own.extra_at)
-        assert plan.nbytes == plan.extra_at + 8  # one more number, and the tag
+        layout, own = selftest.sample_layout(codec._params, 1000), codec.layout(1000)
+        assert (layout.numel, layout.scales_at, layout.extra_at) == (own.numel, own.scales_at, own.extra_at)
+        assert layout.nbytes == layout.extra_at + 8  # one more number, and the tag
     plain, scaled = (selftest.sample_signs(64, 1000, each) for each in (False, True))
     assert (plain.low_at, plain.high_at, plain.nbytes) == (128, 128 + 64, 128 + 128 + 4)
     assert (scaled.low_at, scaled.high_at, scaled.nbytes) == (-1, 128, 128 + 64 + 4)

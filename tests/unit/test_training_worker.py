@@ -205,9 +205,9 @@ def test_the_hosts_time_is_the_median_of_some_steps():
 
 
 def test_what_ranks_tell_each_other():
-    assert worker._first_says(True) is True
-    assert worker._first_says(False) is False
-    assert worker._slowest([[1.5, 2.0], [3.0, 0.25]]) == [[1.5, 2.0], [3.0, 0.25]]
+    assert worker.first_says(True) is True
+    assert worker.first_says(False) is False
+    assert worker.slowest([[1.5, 2.0], [3.0, 0.25]]) == [[1.5, 2.0], [3.0, 0.25]]
     assert worker._here([1], torch.float64).dtype == torch.float64
 
 
@@ -222,8 +222,8 @@ def test_rank_0_decides_and_the_slowest_counts(monkeypatch):
 
     monkeypatch.setattr(dist, "broadcast", broadcast)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    assert worker._first_says(False) is True
-    assert worker._slowest([[1.0], [2.0]]) == [[2.0], [3.0]]
+    assert worker.first_says(False) is True
+    assert worker.slowest([[1.0], [2.0]]) == [[2.0], [3.0]]
 
 
 def test_replicas_are_compared_by_all_their_bits(monkeypatch):
