@@ -98,13 +98,13 @@ class Hadamard(Codec):
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
         numel = out.shape[1]
-        found = _turned(self._values.decode(wire[:, :-4], numel), self.side, back=True) * weight
+        values = _turned(self._values.decode(wire[:, :-4], numel), self.side, back=True) * weight
         if wire.device.type != "cpu":
-            found = guard(wire, self.tag(numel), found)
+            values = guard(wire, self.tag(numel), values)
         if add:
-            out += found
+            out += values
         else:
-            out.copy_(found)
+            out.copy_(values)
 
 
 def _turned(x: Tensor, side: int, *, back: bool) -> Tensor:

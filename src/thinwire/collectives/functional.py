@@ -139,8 +139,8 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.back(grad)
-        return None, None, *([found] if isinstance(found, Tensor) else found)
+        gradients = ctx.back(grad)
+        return None, None, *([gradients] if isinstance(gradients, Tensor) else gradients)
 
 
 def _apply(there: Callable[..., Tensor], back: Back, tensors: Sequence[Tensor]) -> Tensor:

@@ -254,14 +254,14 @@ def clean(name: str) -> str:
 
 def _inner_groups(model: nn.Module) -> Iterator[Any]:
     """Yield every group once; `fully_shard([a, b])` makes one group of two modules."""
-    found: dict[int, Any] = {}
+    known_groups: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             known = getattr(state, "_fsdp_param_groups", None)
             groups = [state._fsdp_param_group] if known is None and state._fsdp_param_group else known or ()
-            found.update((id(group), group) for group in groups)
-    yield from found.values()
+            known_groups.update((id(group), group) for group in groups)
+    yield from known_groups.values()
 
 
 def _parameter(param: Any, named: dict[int, TensorInfo]) -> ShardedParameter:

@@ -52,10 +52,10 @@ def _spec(codec: AnyWire, dtype: torch.dtype) -> str:
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
+    chosen = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, dist.ProcessGroup):
         raise CommError("this rank has no process group; call torch.distributed.init_process_group first")
-    return found
+    return chosen
 
 
 def _splits(splits: Sequence[int] | None, rows: Tensor, world: int, what: str) -> list[int]:
@@ -63,11 +63,11 @@ def _splits(splits: Sequence[int] | None, rows: Tensor, world: int, what: str) -
         if rows.shape[0] % world:
             raise InputError(f"{world} ranks cannot share {rows.shape[0]} rows evenly; pass {what}")
         return [rows.shape[0] // world] * world
-    found = list(splits)
+    counts = list(splits)
     if torch.compiler.is_compiling():
-        return found
-    total = rows.shape[0] if what == "input_splits" else sum(found)
-    if len(found) != world or any(type(n) is not int or n < 0 for n in found) or sum(found) != total:
+        return counts
+    total = rows.shape[0] if what == "input_splits" else sum(counts)
+    if len(counts) != world or any(type(n) is not int or n < 0 for n in counts) or sum(counts) != total:
         whole = f" that add up to {total}" if what == "input_splits" else ""
         raise InputError(f"{what} must be {world} numbers of rows{whole}, not {splits!r}")
-    return found
+    return counts

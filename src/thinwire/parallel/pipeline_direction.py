@@ -194,10 +194,10 @@ class Direction:
         """Refuse a tensor that the receiver does not expect: it would wait for ever, or decode nonsense."""
         if not self.sends:
             return
-        found = described(x.shape, x.dtype)
-        if count != len(self.sends) or self.sends[i][1] != found:
+        given = described(x.shape, x.dtype)
+        if count != len(self.sends) or self.sends[i][1] != given:
             promised = " and ".join(what for _, what in self.sends)
             raise InputError(
                 f"stage {self.stage.stage_index} sends {self.name} {promised}, but tensor {i} of {count} is "
-                f"{found}; all micro-batches need the same shapes and dtypes"
+                f"{given}; all micro-batches need the same shapes and dtypes"
             )

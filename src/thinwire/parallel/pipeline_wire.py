@@ -82,16 +82,16 @@ class StageWire:
         self._tell()
 
     def _on_prepare_forward_infra(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        found = plain(*args, **options)
+        result = plain(*args, **options)
         self._untold.add(FORWARD)
         self._tell()
-        return found
+        return result
 
     def _on_prepare_backward_infra(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        found = plain(*args, **options)
+        result = plain(*args, **options)
         self._untold.add(BACKWARD)
         self._tell()
-        return found
+        return result
 
     def _on_get_fwd_send_ops(self, plain: Callable[[int], Ops], chunk: int) -> Ops:
         return self.forward.send(plain(chunk), chunk)

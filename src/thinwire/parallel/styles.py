@@ -181,8 +181,8 @@ class PrepareModuleOutput(style.PrepareModuleOutput):
 
     def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
         what = "outputs and output_layouts"
-        found = _all(outputs, self._ways, device_mesh, self.use_local_output, what)
-        return found[0] if len(found) == 1 else tuple(found)
+        changed = _all(outputs, self._ways, device_mesh, self.use_local_output, what)
+        return changed[0] if len(changed) == 1 else tuple(changed)
 
     def __repr__(self) -> str:
         return _told(super().__repr__(), self.wires)
@@ -233,8 +233,8 @@ def _output(
     change: Change, wanted: object, use_local_output: bool, module: nn.Module, outputs: Any, mesh: object
 ) -> Any:
     del wanted, module, mesh
-    found = change(outputs)
-    return found.to_local() if use_local_output else found
+    changed = change(outputs)
+    return changed.to_local() if use_local_output else changed
 
 
 def _sequence(way: Way, wanted: object, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -244,10 +244,10 @@ def _sequence(way: Way, wanted: object, module: nn.Module, inputs: Any, mesh: De
     return _moved(inputs[0], way, mesh, local=False)
 
 
-def _way(found: Wires, given: Placement | None, wanted: Placement | None) -> Way:
+def _way(wires: Wires, given: Placement | None, wanted: Placement | None) -> Way:
     if given is None:
         return None
-    return given, entering(found), None if wanted is None else changing(found, wanted)
+    return given, entering(wires), None if wanted is None else changing(wires, wanted)
 
 
 def _all(tensors: Any, ways: Sequence[Way], mesh: DeviceMesh, local: bool, what: str) -> list[Any]:
@@ -261,13 +261,13 @@ def _moved(x: Any, way: Way, mesh: DeviceMesh, local: bool) -> Any:
     if way is None:
         return x
     layout, enter, change = way
-    found = x
+    changed = x
     if not isinstance(x, DTensor):
-        found = enter(DTensor.from_local(x, mesh, (layout,), run_check=False))
+        changed = enter(DTensor.from_local(x, mesh, (layout,), run_check=False))
     if change is not None:
-        found = change(found)
-    return found.to_local() if local else found
+        changed = change(changed)
+    return changed.to_local() if local else changed
 
 
-def _told(text: str, found: Wires) -> str:
-    return f"{text.removesuffix(')')}, {found})"
+def _told(text: str, wires: Wires) -> str:
+    return f"{text.removesuffix(')')}, {wires})"

@@ -48,10 +48,10 @@ def spec_of(codec: AnyWire) -> str | None:
         raise CodecError(
             f"a channel keeps residuals, which activations cannot use: pass its codec, '{codec.codec.name}'"
         )
-    found = codecs.get(codec)
-    if found.feedback:
+    resolved = codecs.get(codec)
+    if resolved.feedback:
         raise CodecError(
-            f"{found.spec} adds what it lost of a tensor to what it sends next time. The activations of the "
-            f"next batch belong to other samples, so that would be noise: use '{found.name}'"
+            f"{resolved.spec} adds what it lost of a tensor to what it sends next time. The activations of "
+            f"the next batch belong to other samples, so that would be noise: use '{resolved.name}'"
         )
-    return None if found.spec == UNCHANGED else found.spec
+    return None if resolved.spec == UNCHANGED else resolved.spec
