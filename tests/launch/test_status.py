@@ -72,6 +72,20 @@ def test_nothing_is_left_where_rank_0_was_not():
     assert not path.exists()
 
 
+def test_half_a_file_of_a_killed_rank_is_removed_when_its_job_ends():
+    here = job_status.folder()
+    path = begin(here / "job[1].json")
+    for name in ("job[1].json.7.new", "job1.json.8.new", "other.json.9.new"):
+        (here / name).write_text("{")
+    job_status.end(path, 1)
+    assert sorted(each.name for each in here.iterdir()) == [
+        "job1.json.8.new",
+        "job[1].json",
+        "other.json.9.new",
+    ]
+    assert job_status.read(path)["state"] == "failed"
+
+
 def test_old_jobs_are_cleaned_and_running_ones_kept():
     here = job_status.folder()
     for name, changes in (("runs", {}), ("gone", {"pid": 2**22 + 1}), ("ended", {}), ("fresh", {})):

@@ -14,6 +14,7 @@ communicates with other ranks, and training continues if a status cannot be writ
 """
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -141,7 +142,10 @@ def end(path: Path, code: int) -> None:
     """Mark rank 0's last status as finished or failed.
 
     If rank 0 wrote no status, because it ran on another machine, remove the file of a job that succeeded.
+    A rank that was killed while it wrote has left a part of a file, which is removed.
     """
+    for part in path.parent.glob(f"{glob.escape(path.name)}.*.new"):
+        part.unlink(missing_ok=True)
     last = read(path)
     if last is not None and last["state"] == "starting" and not code:
         path.unlink(missing_ok=True)
