@@ -23,11 +23,11 @@ class Thinwire(lightning.Callback):
     """Attaches to the DDP model that Lightning made."""
 
     def __init__(self, codec):
-        self.codec, self.wire = codec, None
+        self.codec, self.handle = codec, None
 
     def on_train_start(self, trainer, pl_module):
         del pl_module
-        self.wire = thinwire.attach(trainer.strategy.model, self.codec)
+        self.handle = thinwire.attach(trainer.strategy.model, self.codec)
 
     def on_train_end(self, trainer, pl_module):
         bits = b"".join(each.detach().cpu().numpy().tobytes() for each in pl_module.parameters())
