@@ -47,6 +47,47 @@ def test_ratios_are_medians_over_rounds(cell):
     assert summed["communication_share"] == 1 - 1 / 8
 
 
+def test_against_bfloat16_counts_the_codec_that_computes_in_it(cell):
+    both = [*cell["rows"], row("bf16:int8", [1.0, 2.0, 1.0], 1e6, 0.01)]
+    bound = parallel.summed_up({**cell, "kind": "tensor", "rows": both})
+    first, second = parallel.summary([bound])
+    assert (first["worst"], second["worst"]) == (4.0, 2.0)
+    cell["rows"][3]["times_s"] = [8.0, 8.0, 8.0]
+    slow = parallel.summed_up({**cell, "rows": [*cell["rows"], both[-1]]})
+    first, second = parallel.summary([slow])
+    assert (first["met"], second["met"]) == (False, True)
+
+
+def test_labs_have_nodes_where_a_kind_has(monkeypatch, cell):
+    labs = []
+
+    class Lab:
+        def __init__(self, **topology):
+            labs.append(topology)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(parallel, "Lab", Lab)
+    del cell["link"]
+    made = lambda _, kinds, *__: [{**cell, "kind": kind, "hosts": 4} for kind in kinds]  # noqa: E731
+    monkeypatch.setattr(parallel, "measure", made)
+    result = parallel.run(["fsdp", "hsdp", "tensor"], [(4, "1gbit"), (4, "loopback")])
+    assert labs == [
+        {"hosts": 4, "link": "1gbit", "device": "cpu"},
+        {"nodes": 2, "per_node": 2, "inside": "10gbit", "between": "1gbit", "device": "cpu"},
+        {"hosts": 4, "link": "loopback", "device": "cpu"},
+    ]
+    inside = [(each["kind"], each["inside"]) for each in result["cells"]]
+    assert inside[:3] == [("fsdp", None), ("tensor", None), ("hsdp", "10gbit")]
+    assert inside[3:] == [("fsdp", None), ("hsdp", None), ("tensor", None)]
+    title = parallel.tables(result)[0][0]
+    assert title.endswith("fsdp 88%, tensor 88%, hsdp 88%; hsdp: 10gbit inside nodes")
+
+
 @pytest.mark.parametrize(("slower", "met"), [(1.0, True), (2.0, False)])
 def test_targets_hold_where_communication_takes_most_of_a_step(cell, slower, met):
     cell["rows"][3]["times_s"] = [slower * each for each in cell["rows"][3]["times_s"]]

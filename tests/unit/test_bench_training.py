@@ -26,7 +26,12 @@ def cell(plain, compute, *rows, **more):
 def auto(*times_s, chosen="int4", predicted_step_s=0.11, allowed=("fp32", "int8", "int4")):
     names = ("fp32", "int8", "int4", "onebit")
     candidates = [{"codec": x, "predicted_step_s": 0.1, "allowed": x in allowed} for x in names]
-    told = {"chosen": chosen, "predicted_step_s": predicted_step_s, "candidates": candidates}
+    told = {
+        "chosen": chosen,
+        "predicted_step_s": predicted_step_s,
+        "measured_step_s": 0.09,
+        "candidates": candidates,
+    }
     return row("auto", *times_s, auto=told)
 
 
@@ -47,6 +52,7 @@ def test_auto_is_held_against_what_it_may_choose():
     told = cell([1.0], [0.05], *fixed, auto(0.1))["rows"][-1]["auto"]
     assert (told["best_fixed"], told["ratio_to_best"]) == ("int8", 2.0)
     assert told["prediction_error"] == pytest.approx(0.1)
+    assert told["trial_error"] == pytest.approx(0.1)  # 0.09 instead of 0.1
     assert told["candidate_errors"] == pytest.approx({"fp32": 0.9, "int8": 0.5, "onebit": 1.0})
 
 
@@ -90,7 +96,9 @@ def test_tables():
     assert tables[0][0] == "2 hosts, 1gbit; communication share of plain DDP: vgg 90%"
     assert tables[0][2][1] == ("vgg", "int8", "250.0", "64.0", "4.00", "1.00", "yes")
     assert tables[1][0].startswith("2 hosts, 100mbit")
-    assert tables[2][2] == [("vgg, 2 hosts, 1gbit", "int4", "110.0", "250.0", "56.0%", "int8", "1.00")]
+    assert tables[2][2] == [
+        ("vgg, 2 hosts, 1gbit", "int4", "110.0", "90.0", "250.0", "56.0%", "int8", "1.00")
+    ]
 
 
 def test_cells_that_are_known_are_not_measured_again(monkeypatch):

@@ -1,12 +1,14 @@
 """The kinds of parallelism that `thinwire bench parallel` measures, and how a method trains in each.
 
 A method is torch's own communication ("fp32", "bf16"), codecs of thinwire, or "compute only". Every arm of a
-kind trains the same network from the same weights on the same random data, without dropout.
+kind trains the same network from the same weights on the same random data, without dropout. "bf16:int8" is
+int8 with a network that computes in bfloat16, to be compared with "bf16".
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ class Kind:
     build: Callable[[str, torch.device], Arm]
     methods: Sequence[str]
     world: int = 2  #: fewest ranks, and a divisor of their number
+    nodes: int = 0  #: with slow links between this many nodes only; 0: between all ranks
 
 
 @dataclass(frozen=True)
@@ -116,16 +119,28 @@ def sharded(method: str, device: torch.device, *, replicas: int = 1) -> Arm:
     fully_shard(net, mesh=mesh, mp_policy=dtypes)
     handle = None
     if method not in (PLAIN, HALF):
-        weights, _, gradients = method.partition("+")
-        gradients, weights = ("noop", "noop") if method == COMPUTE else (gradients or weights, weights)
-        handle = fsdp.attach(
-            net,
-            gradients,
-            weights=weights if replicas == 1 or method == COMPUTE else None,
-            inside="noop" if replicas > 1 and method == COMPUTE else None,
-        )
+        handle = fsdp.attach(net, **_codecs(method, replicas))
     step, gradient = trained(net, model.data(device, 1 + dist.get_rank()), cuda)
     return Arm(method, step, gradient, None if handle is None else lambda: handle.sent_nbytes)
+
+
+def _codecs(method: str, replicas: int) -> dict[str, Any]:
+    """Return the codecs of a method, as `attach` takes them.
+
+    >>> _codecs("int8+int4", replicas=1)
+    {'codec': 'int4', 'weights': 'int8'}
+    >>> _codecs("int8", replicas=2), _codecs("int8+int8+int4", replicas=2)
+    ({'codec': 'int8'}, {'codec': 'int4', 'weights': 'int8', 'inside': 'int8'})
+    """
+    if method == COMPUTE:
+        method = "noop+noop" if replicas == 1 else "noop+noop+noop"
+    weights, *others = method.split("+")
+    if replicas == 1:
+        return {"codec": others[0] if others else weights, "weights": weights}
+    if not others:
+        return {"codec": weights}  # between replicas alone
+    inside, between = others
+    return {"codec": between, "weights": weights, "inside": inside}
 
 
 def fully_sharded(method: str, device: torch.device) -> Arm:
@@ -134,7 +149,10 @@ def fully_sharded(method: str, device: torch.device) -> Arm:
 
 
 def hybrid_sharded(method: str, device: torch.device) -> Arm:
-    """HSDP with two replicas: the codec is for the all-reduce between replicas."""
+    """HSDP with two replicas: the codec is for the all-reduce between replicas.
+
+    "int8+int8+int4": weights and gradients in a replica in int8, gradients between replicas in int4.
+    """
     return sharded(method, device, replicas=2)
 
 

@@ -1,7 +1,8 @@
 """Tensor, sequence, pipeline and expert parallelism for `thinwire bench parallel`: stacks of perceptrons.
 
 Every layer is a perceptron with a residual, four times as wide inside. Torch's own communication is in
-float32 ("fp32") or, with the whole network, in bfloat16 ("bf16").
+float32 ("fp32") or, with the whole network, in bfloat16 ("bf16"). Codecs are measured with both networks:
+"int8" computes in float32, "bf16:int8" in bfloat16.
 """
 
 from collections.abc import Callable
@@ -55,14 +56,29 @@ def stack(device: torch.device, method: str, depth: int = DEPTH, *, split: int =
     torch.manual_seed(0)
     width = sizes(device).width
     net = nn.Sequential(*(Perceptron(width, 4 * width // split) for _ in range(depth)))
-    return net.to(device, torch.bfloat16 if method == HALF else torch.float32)
+    return net.to(device, dtype_of(method))
+
+
+def dtype_of(method: str) -> torch.dtype:
+    """Return the dtype in which a method computes."""
+    return torch.bfloat16 if method.partition(":")[0] == HALF else torch.float32
+
+
+def codec_of(method: str) -> str | None:
+    """Return a method's codec; None if torch communicates.
+
+    >>> [codec_of(each) for each in ("fp32", "bf16", "int8", "bf16:int8")]
+    [None, None, 'int8', 'int8']
+    """
+    dtype, _, codec = method.partition(":")
+    return codec or (None if dtype in (PLAIN, HALF) else dtype)
 
 
 def rows(device: torch.device, method: str, seed: int, count: int = 0) -> Tensor:
     """Return random inputs."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count or sizes(device).rows, sizes(device).width, generator=generator)
-    return x.to(device, torch.bfloat16 if method == HALF else torch.float32)
+    return x.to(device, dtype_of(method))
 
 
 def arm_of(method: str, net: nn.Module, backward: Callable[[], None], sent: Any = None) -> Arm:
@@ -100,8 +116,9 @@ def _tensor(method: str, device: torch.device, *, sequence: bool) -> Arm:
     else:
         net = stack(device, method)
         mesh = init_device_mesh(device.type, (world,))
-        home: Any = torch_styles if method in (PLAIN, HALF) else parallel
-        codecs = {} if method in (PLAIN, HALF) else {"forward": method, "backward": method}
+        codec = codec_of(method)
+        home: Any = torch_styles if codec is None else parallel
+        codecs = {} if codec is None else {"forward": codec, "backward": codec}
         outside: Any = Shard(0) if sequence else Replicate()
         for layer in net:
             plan = {
@@ -134,10 +151,11 @@ def pipeline(method: str, device: torch.device) -> Arm:
 
         return arm_of(method, net, alone)
     stage: Any
-    if method in (PLAIN, HALF):
+    codec = codec_of(method)
+    if codec is None:
         stage = TorchStage(net, rank, world, device)
     else:
-        stage = parallel.PipelineStage(net, rank, world, device, codec=method)
+        stage = parallel.PipelineStage(net, rank, world, device, codec=codec)
     schedule = Schedule1F1B(stage, count, loss_fn=lambda y, _: y.float().square().mean())
     target = torch.zeros(len(x), 1, device=device)
 
@@ -149,7 +167,7 @@ def pipeline(method: str, device: torch.device) -> Arm:
         else:
             schedule.step()
 
-    sent = None if method in (PLAIN, HALF) else lambda: int(stage.handle.stats()["sent_nbytes"])
+    sent = None if codec is None else lambda: int(stage.handle.stats()["sent_nbytes"])
     return arm_of(method, net, backward, sent)
 
 
@@ -158,14 +176,14 @@ def expert(method: str, device: torch.device) -> Arm:
     world, group = dist.get_world_size(), dist.group.WORLD
     net = stack(device, method, 1)
     x = rows(device, method, 1 + dist.get_rank()).requires_grad_()
-    splits = [len(x) // world] * world
+    splits, codec = [len(x) // world] * world, codec_of(method)
 
     def exchange(given: Tensor) -> Tensor:
         if method == COMPUTE:
             return given
-        if method in (PLAIN, HALF):
+        if codec is None:
             return funcol.all_to_all_single_autograd(given, splits, splits, group)  # type: ignore[arg-type]
-        return parallel.all_to_all(given, splits, splits, method)
+        return parallel.all_to_all(given, splits, splits, codec)
 
     def backward() -> None:
         exchange(net(exchange(x))).float().square().mean().backward()

@@ -132,6 +132,7 @@ def main() -> None:
     device = torch.device(task["device"])
     if device.type == "cuda":
         torch.cuda.set_device(0)
+        torch.set_float32_matmul_precision("high")  # TF32, as people train in float32
         device = torch.device("cuda", 0)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=task["patience_s"]))

@@ -205,6 +205,7 @@ def judged(auto: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, An
     best = min(fixed, key=lambda row: row["step_s"], default=None)
     return {
         "prediction_error": _error(choice["predicted_step_s"], auto["step_s"]),
+        "trial_error": _error(choice["measured_step_s"], auto["step_s"]),
         "candidate_errors": {
             codec: _error(step_s, steps_s[codec]) for codec, step_s in predicted.items() if codec in steps_s
         },
@@ -340,6 +341,7 @@ CHOICE_COLUMNS = (
     "cell",
     "chosen",
     "predicted ms",
+    "tried ms",
     "measured ms",
     "prediction error",
     "best fixed",
@@ -377,13 +379,14 @@ def _line(cell: Cell, row: dict[str, Any]) -> tuple[str, ...]:
 
 def _choice(cell: Cell, row: dict[str, Any]) -> tuple[str, ...]:
     choice = row["auto"]
-    predicted, error, ratio = (
-        choice[key] for key in ("predicted_step_s", "prediction_error", "ratio_to_best")
+    predicted, tried, error, ratio = (
+        choice[key] for key in ("predicted_step_s", "measured_step_s", "prediction_error", "ratio_to_best")
     )
     return (
         _where(cell),
         str(choice["chosen"]),
         "" if predicted is None else f"{predicted * 1e3:.1f}",
+        "" if tried is None else f"{tried * 1e3:.1f}",
         f"{row['step_s'] * 1e3:.1f}",
         "" if error is None else f"{error:.1%}",
         choice["best_fixed"] or "",
