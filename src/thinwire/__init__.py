@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from thinwire import data as data
     from thinwire import formats as formats
     from thinwire import hooks as hooks
+    from thinwire import hybrids as hybrids
     from thinwire import integrations as integrations
     from thinwire import lab as lab
+    from thinwire import outer as outer
     from thinwire import parallel as parallel
     from thinwire import policy as policy
     from thinwire import schedules as schedules
@@ -112,10 +114,12 @@ __all__ = [
     "formats",
     "functional",
     "hooks",
+    "hybrids",
     "integrations",
     "irecv",
     "isend",
     "lab",
+    "outer",
     "parallel",
     "policy",
     "recv",
@@ -133,8 +137,10 @@ _MODULES = (
     "data",
     "formats",
     "hooks",
+    "hybrids",
     "integrations",
     "lab",
+    "outer",
     "parallel",
     "policy",
     "schedules",
