@@ -144,6 +144,40 @@ def bench_parallel(  # noqa: PLR0913
     _by_cell(parallel, f"parallel-{device}", (kinds, places, methods), options, add, save, commit, as_json)
 
 
+@app.command("outer")
+def bench_outer(
+    methods: Annotated[
+        list[str] | None,
+        typer.Option("--method", help="Only these: 'ddp int4', 'diloco-50 int8', demo, onebit-adam, ..."),
+    ] = None,
+    links: Annotated[list[str] | None, typer.Option("--link", help="Only these links.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of a run.", min=8)] = 1000,
+    seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 3,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw loss against time and bytes into this file.")
+    ] = None,
+    add: Add = False,
+    save: Save = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """Measure training that rarely communicates beside DDP: a GPT on text, 4 hosts; an hour, links need root.
+
+    With --save, each measurement is saved when it is done. To continue a stopped run, use --add.
+    """
+    from thinwire.bench import outer, outer_picture
+    from thinwire.files import check_picture
+
+    if plot:
+        check_picture(plot)
+    options = {"steps": steps, "seeds": tuple(range(seeds)), "commit": commit}
+    bench = SimpleNamespace(run=outer.run, tables=outer.tables, saved_cells=outer.saved_cells)
+    result = _by_cell(bench, "outer-cpu", (methods, links), options, add, save, commit, as_json)
+    if plot:
+        outer_picture.plot(result, plot)
+        say(f"plot: {plot}", err=True)
+
+
 @app.command("simulate")
 def bench_simulate(
     device: Device = "cpu",
@@ -159,7 +193,7 @@ def bench_simulate(
 
 
 def _by_cell(
-    bench: ModuleType,
+    bench: ModuleType | SimpleNamespace,
     name: str,
     what: tuple[Any, ...],
     options: dict[str, Any],
@@ -167,8 +201,8 @@ def _by_cell(
     save: Path | None,
     commit: str | None,
     as_json: bool,
-) -> None:
-    """Run a bench whose cells are saved one by one, so that a stopped run can go on."""
+) -> dict[str, Any]:
+    """Run a bench whose cells are saved one by one, so that a stopped run can go on; return its result."""
     from thinwire import machine
 
     path = save / f"{name}.json" if save else None
@@ -180,7 +214,7 @@ def _by_cell(
             machine.save(result, save, name)
 
     run = partial(bench.run, **options, known=known, keep=keep)
-    _report(SimpleNamespace(run=run, tables=bench.tables), name, what, save, commit, as_json)
+    return _report(SimpleNamespace(run=run, tables=bench.tables), name, what, save, commit, as_json)
 
 
 def _report(
@@ -190,7 +224,8 @@ def _report(
     save: Path | None,
     commit: str | None,
     as_json: bool,
-) -> None:
+) -> dict[str, Any]:
+    """Run a bench, save and print its result, and return it."""
     from thinwire import machine
 
     console = screen(stderr=True)
@@ -203,8 +238,9 @@ def _report(
         say(f"saved {path}", err=True)
     if as_json:
         print_json(result)
-        return
+        return result
     for title, header, rows in bench.tables(result):
         print_table(title, header, rows, right=tuple(range(1, len(header))))
     for library, reason in result["absent"].items():
         say(f"not measured: {library} ({reason})")
+    return result
