@@ -1,4 +1,4 @@
-"""The picture of `thinwire bench outer`: loss against time on each link, and against bytes; fronts are lines."""
+"""The picture of `thinwire bench outer`: loss against time on each link, and against bytes, with fronts."""
 
 from collections.abc import Sequence
 from pathlib import Path

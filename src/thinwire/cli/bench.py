@@ -145,7 +145,7 @@ def bench_parallel(  # noqa: PLR0913
 
 
 @app.command("outer")
-def bench_outer(
+def bench_outer(  # noqa: PLR0913
     methods: Annotated[
         list[str] | None,
         typer.Option("--method", help="Only these: 'ddp int4', 'diloco-50 int8', demo, onebit-adam, ..."),
