@@ -24,7 +24,7 @@ def save(outer: "Outer") -> dict[str, Any]:
     return {
         "version": VERSION,
         "kind": KIND,
-        "settings": outer.text,
+        "settings": f"{outer.settings.method}, {outer.text}",
         "step": outer.step,
         "rank": outer.fragments[0].handle.rank,
         "world": outer.fragments[0].handle.world,
@@ -59,6 +59,9 @@ def _copied(content: Any) -> Any:
 def load(outer: "Outer", state: Mapping[str, Any]) -> None:
     """Load a state; change nothing if it does not fit."""
     _check(outer, state)
+    for fragment in outer.fragments:
+        if fragment.due:
+            fragment.wait()
     handles = [_handle(each, saved) for each, saved in zip(outer.fragments, state["fragments"], strict=True)]
     for place in outer.places:
         place.weight.copy_(state["weights"][place.tensor.name])
@@ -88,8 +91,9 @@ def _handle(fragment: "Fragment", saved: Mapping[str, Any]) -> Handle:
 def _check(outer: "Outer", state: Mapping[str, Any]) -> None:
     """Refuse a state that does not fit; residuals check themselves."""
     _check_kinds(state)
-    if state["settings"] != outer.text:
-        raise InputError(f"the state is of other settings: {state['settings']}; here: {outer.text}")
+    here = f"{outer.settings.method}, {outer.text}"
+    if state.get("settings") != here:
+        raise InputError(f"the state is of other settings: {state.get('settings')}; here: {here}")
     handle = outer.fragments[0].handle
     if state["world"] and (state["rank"], state["world"]) != (handle.rank, handle.world):
         raise InputError(
@@ -151,24 +155,16 @@ def _check_tensors(what: str, given: Mapping[str, Any], shapes: Mapping[str, tup
 
 def _check_optimizer(outer: "Outer", saved: Mapping[str, Any]) -> None:
     """Refuse a state of the outer optimizer whose tensors do not fit its weights."""
-    groups, state = saved.get("param_groups"), saved.get("state")
-    now = [len(group["params"]) for group in outer.optimizer.param_groups]
-    if (
-        not isinstance(groups, list)
-        or not isinstance(state, Mapping)
-        or [len(g["params"]) for g in groups] != now
-    ):
-        raise InputError(
-            "the state is damaged: the outer optimizer's parameters are missing or of another number"
-        )
-    shapes = [tuple(each.shape) for group in outer.optimizer.param_groups for each in group["params"]]
-    numbers = [each for group in groups for each in group["params"]]
-    for number, shape in zip(numbers, shapes, strict=True):
-        for key, each in state.get(number, {}).items():
-            if isinstance(each, Tensor) and each.dim() and tuple(each.shape) != shape:
-                raise InputError(
-                    f"the state is of another model: {key} is {tuple(each.shape)} in it, {shape} here"
-                )
+    trial = outer.settings.make_optimizer([place.weight for place in outer.places])
+    try:
+        trial.load_state_dict(_copied(dict(saved)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"the outer optimizer cannot load its part of the state: {error}") from None
+    for weight, state in trial.state.items():
+        for key, each in state.items():
+            if isinstance(each, Tensor) and each.dim() and each.shape != weight.shape:
+                here, there = tuple(weight.shape), tuple(each.shape)
+                raise InputError(f"the state is of another model: {key} is {there} in it, {here} here")
 
 
 def reshard(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

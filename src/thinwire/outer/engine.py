@@ -42,11 +42,12 @@ class Outer:
         known = _attached.get(model)
         if known is not None and known() is not None:
             raise InputError("this model has an outer loop already; detach it first: outer.detach()")
-        check_group(model, group)
         self.model, self.inner, self.settings, self.group = model, optimizer, settings, group
         self.places: list[Place] = places(model, settings)
+        check_group(model, group, self.device)
         check_optimizer(model, optimizer)
         self.optimizer = settings.make_optimizer([place.weight for place in self.places])
+        self.text = settings.text(self.optimizer)  #: all settings in words, before any learning rate changes
         self.step = 0  #: inner steps
         self.shared_residuals = False  #: whether all ranks hold the mean of their residuals
         self.fragments: list[Fragment] = joining.fragments(self, averaged_buffers(model, settings))
@@ -74,9 +75,9 @@ class Outer:
         return sum(fragment.rounds for fragment in self.fragments)
 
     @property
-    def text(self) -> str:
-        """All settings in words."""
-        return self.settings.text(self.optimizer)
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.places[0].local.device
 
     def _after_step(self, *_: object) -> None:
         """Run after every step of the inner optimizer."""
@@ -102,11 +103,7 @@ class Outer:
     @torch.no_grad()
     def _end(self, fragment: Fragment, alpha: float) -> None:
         """Wait for an outer step in flight, and use its result."""
-        try:
-            fragment.wait()
-        except BaseException:
-            fragment.drop()
-            raise
+        fragment.wait()
         if fragment.is_finite():
             fragment.use(self.optimizer, alpha)
             return
@@ -171,10 +168,10 @@ class Outer:
 
         A rank that joins, or that missed an outer step, receives the global weights, the outer optimizer's
         state and the number of steps. Others keep their local weights. An outer step in flight is dropped; its
-        work is part of the next one. Residuals move along; those of a rank that left without
-        `hand_over` are lost.
+        work is part of the next one. Residuals move along; those of a rank that left without `hand_over`
+        are lost.
         """
-        check_group(self.model, group)
+        check_group(self.model, group, self.device)
         before = self.group, [fragment.handle for fragment in self.fragments]
         self.group = group
         try:

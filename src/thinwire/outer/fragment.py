@@ -91,10 +91,9 @@ class Averages:
 
 def buffers_nbytes(buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> int:
     """Bytes that a rank sends to average buffers."""
-    world = dist.get_world_size(group)
-    return (
-        sum(trace(each.numel(), EXACT, world, SCHEDULE).sent_nbytes for each in buffers) if world > 1 else 0
-    )
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    numels = [each.numel() for each in buffers]
+    return trace(numels, EXACT, world, SCHEDULE, rank=rank).sent_nbytes if world > 1 else 0
 
 
 @dataclass
@@ -113,12 +112,16 @@ class Fragment:
     future: "Future[Tensor] | None" = None
 
     def __post_init__(self) -> None:
+        self._allocate()
+        self.follow(self.handle)
+
+    def _allocate(self) -> None:
+        """Make the buffer for outer gradients; a call that failed may still write into the one before."""
         numels = [place.local.numel() for place in self.places]
         self.buffer = torch.zeros(sum(numels), device=self.places[0].local.device)
         rows = self.buffer.split(numels)
         self.views = [row.view(place.weight.shape) for row, place in zip(rows, self.places, strict=True)]
         self.bucket = FragmentBucket(self.buffer, self.views, [place.weight for place in self.places])
-        self.follow(self.handle)
 
     def follow(self, handle: Handle) -> None:
         """Use another handle: of another group, or of a saved run."""
@@ -164,6 +167,9 @@ class Fragment:
             if self.future is not None:
                 self.future.wait()
             self.averages.wait()
+        except BaseException:
+            self.drop()
+            raise
         finally:
             self.waited_s += time.perf_counter() - began
             self.future = None
@@ -193,6 +199,7 @@ class Fragment:
 
     def drop(self) -> None:
         """Forget the outer step in flight, and residuals: they count it as sent."""
+        self._allocate()
         self.future, self.due = None, 0
         self.averages.work = None
         for channel in self.handle.channels.values():
@@ -228,6 +235,6 @@ def refused(fragment: Fragment) -> NotFiniteError:
     where = ", ".join(wrong[:4]) or "the model's buffers"
     return NotFiniteError(
         f"outer step {fragment.rounds + fragment.skipped + 1}: the mean outer gradient of {where} is not "
-        "finite, because the weights of a rank are not; global weights are as before. Load a checkpoint, or use "
-        'on_nan="skip", which continues from the global weights'
+        "finite, because the weights of a rank are not; global weights are as before. Load a checkpoint, or "
+        'use on_nan="skip", which continues from the global weights'
     )

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from thinwire import collectives
 from thinwire.integrations import checkpoint as residual_states
+from thinwire.integrations import warm
 from thinwire.integrations.handle import Handle
+from thinwire.integrations.tell import tell
 from thinwire.outer.fragment import EXACT, SCHEDULE, Averages, Fragment, split
 from thinwire.outer.model import described, untrained
 from thinwire.runtimes import process_group
+from thinwire.runtimes.group_runtime import GroupRuntime
 from thinwire.runtimes.job import Call
 
 if TYPE_CHECKING:
@@ -65,13 +68,14 @@ def _handle(outer: "Outer", before: Handle | None) -> Handle:
 
 def enter(outer: "Outer", before: Sequence[Handle] | None) -> None:
     """Form the group: compare settings, and bring all ranks to the same global weights."""
-    device = outer.places[0].local.device
+    device = outer.device
     runtime = process_group.runtime_of(outer.group, device)
     if runtime.world > 1:
+        _prepare(outer, runtime)
         model = described(outer.model)
         numel = sum(place.local.numel() for place in outer.places)
         detail = f"model {zlib.crc32(model.encode()):08x} of {numel:,} elements"
-        runtime.compare(Call("outer", outer.settings.method, (), "", "", f"{outer.text}; {detail}"))
+        runtime.compare(Call("attach", outer.settings.method, (), "", "", f"{outer.text}, {detail}"))
     mine = Facts(
         before is not None, outer.rounds, outer.step, before[0].world if before else 0, outer.shared_residuals
     )
@@ -89,6 +93,14 @@ def enter(outer: "Outer", before: Sequence[Handle] | None) -> None:
         fragment.follow(_handle(outer, fragment.handle))
         fragment.handle.pending = residuals
     outer.step, outer.shared_residuals = ahead.step, False
+
+
+def _prepare(outer: "Outer", runtime: GroupRuntime) -> None:
+    """Compile the loops of outer steps, so that none of them stalls silently; on a GPU the first one does."""
+    if outer.device.type == "cpu":
+        tensors = [place.tensor for place in outer.places]
+        routes = warm.routes([outer.settings.policy], tensors, runtime.world)
+        warm.warm(routes, outer.device, tell if runtime.rank == 0 else lambda _: None)
 
 
 def _moved_residuals(

@@ -14,6 +14,7 @@ from thinwire.errors import InputError
 from thinwire.outer.fragment import Place
 from thinwire.outer.settings import MEAN, Settings
 from thinwire.policy import TensorInfo
+from thinwire.runtimes import process_group
 from thinwire.runtimes.checks import DTYPES
 
 
@@ -53,15 +54,20 @@ def averaged_buffers(model: nn.Module, settings: Settings) -> list[Tensor]:
 
 def untrained(model: nn.Module) -> dict[str, Tensor]:
     """Return frozen parameters and all buffers, by name: a rank that joins receives them."""
-    frozen = {name: local_part(each) for name, each in model.named_parameters() if not each.requires_grad}
-    return {**frozen, **{name: local_part(each) for name, each in model.named_buffers()}}
+    frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+    return {_plain(name): local_part(each) for name, each in (*frozen, *model.named_buffers())}
+
+
+def _plain(name: str) -> str:
+    """Return a name without what torch.compile and DistributedDataParallel add to it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def described(model: nn.Module) -> str:
     """Return names, shapes and dtypes of all that a model has, which ranks compare."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return "; ".join(
-        f"{name} {tuple(local_part(each).shape)} {each.dtype} {each.requires_grad}"
+        f"{_plain(name)} {tuple(local_part(each).shape)} {each.dtype} {each.requires_grad}"
         for name, each in tensors.items()
     )
 
@@ -78,13 +84,11 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def check_group(model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Refuse a model that already averages every step over ranks of the group."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if not dist.is_initialized():
-        return  # the first call says so
-    ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD)) - {dist.get_rank()}
+    ranks = set(process_group.runtime_of(group, device).ranks) - {dist.get_rank()}
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise InputError("FullyShardedDataParallel (FSDP1) is not supported: use fully_shard (FSDP2)")

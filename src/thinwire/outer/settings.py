@@ -67,7 +67,7 @@ class Settings:
         parts += [f"decay {self.decay:g}"] if self.decay != 1.0 else []
         parts += [f"fragments {self.fragments}", f"delay {self.delay}", f"alpha {self.alpha:g}"]
         parts += [f"buffers {self.buffers}", f"on_nan {self.on_nan}", f"seed {self.seed}"]
-        return f"{self.method}: {', '.join(parts)}"
+        return ", ".join(parts)
 
 
 def settings(
