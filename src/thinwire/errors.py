@@ -14,6 +14,7 @@
     ├── LaunchError             (ValueError)   a command cannot be launched, or a job does not exist
     ├── DataError               (RuntimeError) a data set is unknown, absent, damaged or cannot be fetched
     ├── InputError              (TypeError)    a tensor has the wrong dtype, device or shape
+    ├── NotFiniteError          (ArithmeticError) an outer gradient is not finite; all ranks raise it
     └── MissingDependencyError  (ImportError)  an optional package is absent; says which extra to install
 
 Every message says what is wrong and what would work. `unknown` writes the message for an unknown name.
@@ -106,6 +107,10 @@ class DataError(ThinwireError, RuntimeError):
 
 class InputError(ThinwireError, TypeError):
     """A tensor has the wrong dtype, device, shape or layout."""
+
+
+class NotFiniteError(ThinwireError, ArithmeticError):
+    """What ranks averaged is not finite. All of them raise this error, and nothing was changed."""
 
 
 class MissingDependencyError(ThinwireError, ImportError):

@@ -1,6 +1,39 @@
-"""Training that rarely communicates: ranks train alone and average from time to time, or send a part of a step.
+"""Training that rarely communicates: ranks average from time to time, or send a part of a step.
 
-docs/outer.md begins with the question "my ranks are in two cities".
+- `DiLoCo`, `LocalSGD`, `SparseLoCo`: one line after the optimizer is made; every `every` steps, ranks send
+  how far they came. docs/outer.md begins with the question "my ranks are in two cities".
+- `reshard`: their saved states, for another number of ranks.
+
+Names are loaded when they are first used.
 """
 
-__all__: list[str] = []
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.outer.checkpoint import reshard as reshard
+    from thinwire.outer.engine import Outer as Outer
+    from thinwire.outer.methods import DiLoCo as DiLoCo
+    from thinwire.outer.methods import LocalSGD as LocalSGD
+    from thinwire.outer.methods import SparseLoCo as SparseLoCo
+
+_HOMES = {
+    "DiLoCo": "thinwire.outer.methods",
+    "LocalSGD": "thinwire.outer.methods",
+    "Outer": "thinwire.outer.engine",
+    "SparseLoCo": "thinwire.outer.methods",
+    "reshard": "thinwire.outer.checkpoint",
+}
+
+__all__ = list(_HOMES)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'thinwire.outer' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
