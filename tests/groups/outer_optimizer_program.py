@@ -8,6 +8,7 @@ Every rank reports every check: what went wrong ("" if nothing), and a digest of
 import sys
 import traceback
 
+import outer_adam_checks
 import outer_demo_checks
 import torch.distributed as dist
 from start_program import digest, join, report, start
@@ -15,7 +16,8 @@ from start_program import digest, join, report, start
 TIMEOUT_S = 60
 PARTS = {
     "demo": outer_demo_checks.CHECKS,
-    "learning": outer_demo_checks.LEARNING,
+    "adam": outer_adam_checks.CHECKS,
+    "learning": (*outer_demo_checks.LEARNING, *outer_adam_checks.LEARNING),
 }
 
 

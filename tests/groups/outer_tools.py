@@ -109,6 +109,8 @@ def trains(make, rank, world, epochs=6):
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(x[rows % len(x)]), y[rows % len(x)]).backward()
             optimizer.step()
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
     alike(net.parameters(), "digits")
     with torch.no_grad():
         return float((net(test_x).argmax(1) == test_y).float().mean()), optimizer

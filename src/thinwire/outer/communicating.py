@@ -26,7 +26,8 @@ from thinwire.runtimes.group_runtime import checks_every_call
 class Communicating(Optimizer):
     """An optimizer whose `step` averages over ranks; a subclass defines `_advance`."""
 
-    kept: ClassVar[tuple[str, ...]] = ()  #: float32 tensors in the state of every parameter
+    #: float32 tensors in the state of every parameter; None: the state is another optimizer's
+    kept: tuple[str, ...] | None = ()
     feedback: ClassVar[str] = "float32"  #: of codecs that are given without
     _step_supports_amp_scaling = True  # torch's GradScaler then leaves it to `step` to skip, on all ranks
 
@@ -153,7 +154,7 @@ class Communicating(Optimizer):
         self.mean.forget()
         shapes = [info.shape for info in layout.infos]
         self._flats = {}
-        for key in self.kept:
+        for key in self.kept or ():
             flat = self._flats[key] = Flat(shapes, layout.device)
             for parameter, tensor in zip(layout.params, flat.tensors, strict=True):
                 before = self.state[parameter].get(key)
@@ -201,9 +202,21 @@ class Communicating(Optimizer):
         """Load a state of this rank, in a run of as many ranks; one that does not fit changes nothing."""
         layout = self._arranged()
         channels = state.check(self, state_dict, layout)
-        super().load_state_dict({key: each for key, each in state_dict.items() if key != state.KEY})
+        self._load_torch_state({key: each for key, each in state_dict.items() if key != state.KEY})
         state.restore(self, state_dict, channels)
         self._layout = None
+
+    def _load_torch_state(self, state_dict: dict[str, Any]) -> None:
+        """Load what torch knows; it casts tensors to the parameters' dtypes, so their bits are restored."""
+        super().load_state_dict(state_dict)
+        state.restore_tensors(self, state_dict)
+
+    def _more_state(self) -> list[list[float]]:
+        """Return numbers of the algorithm that the checkpoint must have, besides its counters."""
+        return []
+
+    def _load_more_state(self, more: list[list[float]]) -> None:
+        """Use what `_more_state` has returned."""
 
 
 def check_number(name: str, value: object, *, low: float, below: float = float("inf")) -> None:

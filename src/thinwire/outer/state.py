@@ -3,6 +3,7 @@
 Residuals belong to one rank of a run with a certain number of ranks, so each rank saves and loads its own.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def save(optimizer: "Communicating", state: dict[str, Any]) -> dict[str, Any]:
         "world": optimizer.world,
         "steps": optimizer.steps,
         "counters": dict(optimizer.counters),
+        "more": optimizer._more_state(),
         "routes": {name: list(route) for name, route in _routes(optimizer).items()},
         "channels": {codec: each.state_dict() for codec, each in optimizer.mean.channels.items()},
     }
@@ -59,8 +61,10 @@ def check(optimizer: "Communicating", state: Mapping[str, Any], layout: Layout) 
             f"the state is of other tensors or codecs: it has {_listed(own.get('routes'))}, this optimizer "
             f"{_listed(routes)}"
         )
+    _check_more(own.get("more"), layout)
     channels = _channels(own, layout)
-    _check_tensors(optimizer, state, layout)
+    if optimizer.kept is not None:
+        _check_tensors(optimizer, state, layout)
     return channels
 
 
@@ -77,6 +81,15 @@ def _check_place(optimizer: "Communicating", own: Mapping[str, Any]) -> None:
             f"the state is of rank {own['rank']} of {own['world']}, this is rank {optimizer.rank} of "
             f"{optimizer.world}: each rank loads its own"
         )
+
+
+def _check_more(more: object, layout: Layout) -> None:
+    rows = more if isinstance(more, list) else [None]
+    numbers = [each for row in rows for each in (row if isinstance(row, list) else [None])]
+    if any(type(each) is not float or not math.isfinite(each) for each in numbers):
+        raise damaged(f"'more' is {more!r}, not rows of finite numbers")
+    if len(rows) not in (0, len(list(layout.parts()))):
+        raise damaged("'more' must have one row for each parameter group")
 
 
 def _channels(own: Mapping[str, Any], layout: Layout) -> dict[str, Channel]:
@@ -105,7 +118,7 @@ def _check_tensors(optimizer: "Communicating", state: Mapping[str, Any], layout:
     held, number = state.get("state"), 0
     if not isinstance(held, Mapping):
         raise damaged("it has no 'state'")
-    wanted = set(optimizer.kept) if held else set()
+    wanted = set(optimizer.kept or ()) if held else set()
     trained = {id(parameter) for parameter in layout.params}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -125,8 +138,8 @@ def _check_tensor(what: str, tensor: object, parameter: Tensor) -> None:
         raise damaged(f"{what} is not float32 of shape {tuple(parameter.shape)}")
 
 
-def restore(optimizer: "Communicating", state: Mapping[str, Any], channels: dict[str, Channel]) -> None:
-    """Use a state that was checked; torch has loaded its part, and cast it to the parameters' dtypes."""
+def restore_tensors(optimizer: "Communicating", state: Mapping[str, Any]) -> None:
+    """Copy the tensors of a state that was checked, in the dtypes that they have."""
     held, number = state["state"], 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -135,9 +148,14 @@ def restore(optimizer: "Communicating", state: Mapping[str, Any], channels: dict
                     key: each.detach().to(parameter.device, copy=True) for key, each in held[number].items()
                 }
             number += 1
+
+
+def restore(optimizer: "Communicating", state: Mapping[str, Any], channels: dict[str, Channel]) -> None:
+    """Use the part of a state that torch does not know."""
     own = state[KEY]
     optimizer.steps = own["steps"]
     optimizer.counters.update(own["counters"])
+    optimizer._load_more_state([list(row) for row in own["more"]])
     optimizer.mean.channels = channels
     optimizer.mean.forget()
 
