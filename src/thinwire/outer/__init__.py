@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.outer.checkpoint import reshard as reshard
+    from thinwire.outer.demo import DeMo as DeMo
     from thinwire.outer.engine import Outer as Outer
     from thinwire.outer.methods import DiLoCo as DiLoCo
     from thinwire.outer.methods import LocalSGD as LocalSGD
     from thinwire.outer.methods import SparseLoCo as SparseLoCo
+    from thinwire.outer.one_bit_adam import OneBitAdam as OneBitAdam
 
 _HOMES = {
+    "DeMo": "thinwire.outer.demo",
+    "OneBitAdam": "thinwire.outer.one_bit_adam",
     "DiLoCo": "thinwire.outer.methods",
     "LocalSGD": "thinwire.outer.methods",
     "Outer": "thinwire.outer.engine",

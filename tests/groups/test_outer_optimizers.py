@@ -1,0 +1,25 @@
+"""Optimizers that communicate, in real processes: what the published algorithms say, on every rank."""
+
+import pytest
+
+WALL_S = 240
+pytestmark = pytest.mark.timeout(WALL_S + 20)
+
+
+@pytest.mark.parametrize(
+    ("world", "parts"),
+    [
+        (2, ("demo",)),
+        pytest.param(2, ("learning",), marks=pytest.mark.rest),
+        (3, ("demo",)),
+        pytest.param(4, ("demo",), marks=pytest.mark.rest),
+    ],
+)
+def test_every_check_holds_on_every_rank(world, parts, said):
+    lines, _ = said("outer_optimizer_program.py", world, *parts, wall_s=WALL_S)
+    reports = [each for each in lines if "check" in each]
+    assert {(each["check"], each["rank"]): each["wrong"] for each in reports if each["wrong"]} == {}
+    for name in lines[0]["checks"]:
+        mine = [each for each in reports if each["check"] == name]
+        assert len(mine) == world
+        assert len({each["digest"] for each in mine}) == 1, f"{name}: ranks hold different bits"
