@@ -13,7 +13,14 @@ def launch(
         list[str] | None, typer.Argument(help="Options of thinwire and torchrun, the script, its arguments.")
     ] = None,
 ) -> None:
-    """Run an unchanged DDP script with thinwire attached, as torchrun would."""
+    """Run an unchanged DDP script with thinwire attached, as torchrun would; or any script by a job plan."""
     from thinwire.integrations import launcher as library
 
-    raise typer.Exit(library.launch(library.parse(words or ["--help"])))
+    options = library.parse(words or ["--help"])
+    if options.job.plan is not None:
+        from thinwire.hybrids import JobPlan
+
+        plan = JobPlan.read(options.job.plan)
+        if options.world is not None:
+            plan.check_world(options.world)
+    raise typer.Exit(library.launch(options))

@@ -16,7 +16,7 @@ import os
 import runpy
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -302,8 +302,8 @@ def main(words: list[str]) -> None:
     """Run the script with thinwire; rank 0 says what was sent, however the script ends."""
     job = Job.from_words(words)
     is_first = os.environ.get("RANK", "0") == "0"
-    sys.excepthook = _without_our_frames(sys.excepthook)
-    models = Models(job, _say if is_first else lambda _line: None)
+    sys.excepthook = without_our_frames(sys.excepthook)
+    models = Models(job, say if is_first else lambda _line: None)
     models.install()
     writer = Writer(Path(job.status), models.stats) if is_first and job.status else None
     if writer:
@@ -324,12 +324,12 @@ def main(words: list[str]) -> None:
             writer.stop()
 
 
-def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
+def without_our_frames(show: Callable[..., Any], hidden: Sequence[str] = HIDDEN) -> Callable[..., Any]:
     """Return a hook whose tracebacks begin at the script; without any frame if the script never began."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         first = trace
-        while first and first.tb_frame.f_code.co_filename in HIDDEN:
+        while first and first.tb_frame.f_code.co_filename in hidden:
             first = first.tb_next
         if first or isinstance(error, SyntaxError | ImportError):
             error.__traceback__ = first
@@ -338,7 +338,7 @@ def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

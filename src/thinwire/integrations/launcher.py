@@ -24,6 +24,8 @@ from thinwire.integrations import job_status
 from thinwire.lab import Lab
 
 WORKER = "thinwire.integrations.launch_worker"
+PLAN_WORKER = "thinwire.hybrids.launch_worker"  #: started by name: hybrids stand above integrations
+CODEC = "int8"
 EXAMPLE = "as in: thinwire launch --codec int8 --nproc-per-node 2 train.py"
 USAGE = "thinwire launch [--codec CODEC] [options] [torchrun's options] [-m] SCRIPT [its arguments]"
 INTERRUPTED = 130
@@ -39,11 +41,12 @@ class Job:
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
-    codec: str = "int8"
+    codec: str = CODEC
     seed: int = 0
     shadow: int = 0
     status: str | None = None  #: the file rank 0 writes
     weights: str | None = None  #: the codec of a sharded model's weights
+    plan: str | None = None  #: a job plan's file, which then has the codecs
 
     def __post_init__(self) -> None:
         if self.codec != "auto":
@@ -54,6 +57,16 @@ class Job:
             raise LaunchError(f"--shadow {self.shadow}: must be a number of steps, 0 (never) or more")
         if not self.module and not Path(self.script).exists():
             raise LaunchError(f"there is no script '{self.script}'; {EXAMPLE}")
+
+    @property
+    def worker(self) -> str:
+        """The program of every worker."""
+        return WORKER if self.plan is None else PLAN_WORKER
+
+    @property
+    def label(self) -> str:
+        """What `thinwire watch` shows as the job's codec."""
+        return self.codec if self.plan is None else Path(self.plan).name
 
     def words(self) -> list[str]:
         """Return the command-line arguments of a worker."""
@@ -73,6 +86,14 @@ class LaunchOptions:
     hosts: int | None = None
     link: str | None = None
     loopback: bool = False
+
+    @property
+    def world(self) -> int | None:
+        """The number of ranks, if the options tell it."""
+        if self.hosts is not None:
+            return self.hosts
+        numbers = (self.torchrun.nnodes, self.torchrun.nproc_per_node)
+        return int(numbers[0]) * int(numbers[1]) if all(str(each).isdigit() for each in numbers) else None
 
 
 class Parser(ArgumentParser):
@@ -99,9 +120,11 @@ def own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--codec",
-        default="int8",
         help=f"auto, a recipe ({', '.join(policy.RECIPES)}), a codec of `thinwire codecs`, "
-        "or a policy's .toml file; default: %(default)s",
+        f"or a policy's .toml file; default: {CODEC}",
+    )
+    parser.add_argument(
+        "--plan", metavar="FILE", help="a job plan (.toml), for a script without any parallelism"
     )
     parser.add_argument(
         "--weights", metavar="CODEC", help="for weights that FSDP gathers; default: as torch sends them"
@@ -129,11 +152,19 @@ def parse(words: Sequence[str]) -> LaunchOptions:
     )
     options = parser.parse_args(list(words))
     script, arguments = options.training_script, tuple(options.training_script_args)
-    own = (options.codec, options.seed, options.shadow, options.status, options.weights)
-    job = Job(script, arguments, options.module, *own)
+    _check_plan(options)
+    own = (options.codec or CODEC, options.seed, options.shadow, options.status, options.weights)
+    job = Job(script, arguments, options.module, *own, options.plan)
     plan = LaunchOptions(job, options, options.hosts, options.link, options.loopback)
     _check(plan, theirs)
     return plan
+
+
+def _check_plan(options: Namespace) -> None:
+    """Refuse options that a job plan replaces."""
+    given = [name for name in ("codec", "weights", "shadow") if getattr(options, name)]
+    if options.plan is not None and given:
+        raise LaunchError(f"--{given[0]} does not go with --plan: the plan has the codecs of every axis")
 
 
 def _check(plan: LaunchOptions, torchrun: ArgumentParser) -> None:
@@ -159,7 +190,7 @@ def launch(plan: LaunchOptions) -> int:
     path = _status_file(plan.job)
     job = Job(**{**asdict(plan.job), "status": str(path) if path else None})
     if path:
-        job_status.begin(path, job=path.stem, script=job.script, codec=job.codec)
+        job_status.begin(path, job=path.stem, script=job.script, codec=job.label)
     code = 1
     try:
         code = _by_torchrun(job, plan.torchrun) if plan.hosts is None else _in_lab(job, plan)
@@ -189,7 +220,7 @@ def _by_torchrun(job: Job, options: Namespace) -> int:
 
     if options.max_restarts or len(set(options.nnodes.split(":"))) > 1:
         os.environ.setdefault(UNSHARED, "1")
-    changed = {"module": True, "training_script": WORKER, "training_script_args": job.words()}
+    changed = {"module": True, "training_script": job.worker, "training_script_args": job.words()}
     try:
         run.run(Namespace(**{**vars(options), **changed}))
     except ChildFailedError as error:
@@ -207,7 +238,7 @@ def _by_torchrun(job: Job, options: Namespace) -> int:
 def _in_lab(job: Job, plan: LaunchOptions) -> int:
     with Lab(plan.hosts, plan.link, loopback=plan.loopback) as lab:
         _say(f"{lab}")
-        done = lab.run([sys.executable, "-u", "-m", WORKER, *job.words()])
+        done = lab.run([sys.executable, "-u", "-m", job.worker, *job.words()])
     failed = sorted((code for code in done.returncodes if code), key=lambda code: code < 0)
     return _shell_code(failed[0]) if failed else 0
 

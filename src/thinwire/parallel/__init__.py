@@ -3,6 +3,7 @@
 - `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel`, `PrepareModule...`: torch's styles of tensor and
   sequence parallelism, with a codec for each direction; docs/parallel/tensor.md.
 - `all_to_all`: rows for the experts of other ranks, and back; docs/parallel/expert.md.
+- `Placed`: a network whose branches or stages are on different ranks; docs/parallel/placed.md.
 - `PipelineStage`: torch's stage of a pipeline, with a codec for what it sends; docs/parallel/pipeline.md.
 
 Names are loaded when they are first used, because torch's DTensor and its pipelining take long to load.
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.parallel.expert import all_to_all as all_to_all
     from thinwire.parallel.pipeline import PipelineStage as PipelineStage
+    from thinwire.parallel.placed import Placed as Placed
     from thinwire.parallel.styles import ColwiseParallel as ColwiseParallel
     from thinwire.parallel.styles import PrepareModuleInput as PrepareModuleInput
     from thinwire.parallel.styles import PrepareModuleInputOutput as PrepareModuleInputOutput
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColwiseParallel",
     "PipelineStage",
+    "Placed",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
@@ -34,6 +37,7 @@ __all__ = [
 
 _HOMES = {
     "PipelineStage": "thinwire.parallel.pipeline",
+    "Placed": "thinwire.parallel.placed",
     "all_to_all": "thinwire.parallel.expert",
 }
 

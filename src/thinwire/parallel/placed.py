@@ -1,0 +1,135 @@
+"""A network whose parts run on different ranks, as branches at the same time or as stages of a pipeline."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from thinwire.codecs import AnySpec
+from thinwire.errors import CommError
+from thinwire.outside import outside_of_graphs
+from thinwire.parallel.placed_agreement import agree
+from thinwire.parallel.placed_engine import Engine, Run
+from thinwire.parallel.placed_graph import traced
+from thinwire.parallel.placed_names import checked
+
+
+class Placed(nn.Module):
+    """A network whose parts run on different ranks of a group.
+
+    All ranks of the group call it with the same inputs, and all get its outputs. Every rank keeps only its own
+    parameters and buffers, and frees all others, also in `module` itself.
+
+    module: the whole network, the same on all ranks; torch.fx must be able to trace what its parts are
+        called from.
+    placement: the rank in the group of modules, by name; by the beginning of names, or a pattern such as
+        "blocks.[0-5]", for several. The key with the most letters wins. Operations may be named too, as in
+        `operations()`.
+    forward, backward: codecs for what ranks send each other, and for gradients; None sends as it is.
+    micro_batches: parts in which inputs are cut along dimension 0, so that ranks work at the same time.
+    example: inputs, a tuple or a dictionary, for which to plan now instead of at the first call.
+    record: note what happens when, for `timeline`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Mapping[str, int],
+        *,
+        group: dist.ProcessGroup | None = None,
+        forward: AnySpec | None = None,
+        backward: AnySpec | None = None,
+        micro_batches: int = 1,
+        example: Sequence[Any] | Mapping[str, Any] | None = None,
+        record: bool = False,
+    ) -> None:
+        super().__init__()
+        here = dist.group.WORLD if group is None and dist.is_initialized() else group
+        if not isinstance(here, dist.ProcessGroup):
+            raise CommError("Placed needs a process group; call torch.distributed.init_process_group first")
+        engine = agree(
+            here,
+            lambda: Engine.of(
+                module,
+                traced(module, checked(placement, here.size())),
+                here,
+                forward,
+                backward,
+                micro_batches,
+            ),
+            _device(module),
+        )
+        engine.record.on = record
+        self._modules.update(module._modules)
+        self._parameters.update(module._parameters)
+        self._buffers.update(module._buffers)
+        self._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        self.training = module.training
+        self.__dict__["_engine"] = engine
+        self.__dict__["_signature"] = inspect.signature(module.forward)
+        engine.own(self)
+        self._register_load_state_dict_pre_hook(engine.hook(), with_module=True)
+        if example is not None:
+            args, options = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+            engine.plan(self._bound(args, options), self.training)
+
+    @outside_of_graphs
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Run the network: on all ranks of the group, with the same inputs."""
+        run = self._engine.run(self._bound(args, options), self.training)
+        return run.result(_Through.apply(run, run.engine.anchor, *run.tensors))  # type: ignore[no-untyped-call]
+
+    def stats(self) -> dict[str, Any]:
+        """Return what this rank has sent: messages and bytes, forward and backward."""
+        return self._engine.stats()
+
+    def operations(self) -> dict[str, tuple[int, ...] | None]:
+        """Return the ranks that compute each operation; None for those that are placed at the first call."""
+        return self._engine.operations(self.training)
+
+    def timeline(self, *, clear: bool = True) -> list[dict[str, Any]]:
+        """Return when this rank computed, sent and waited, with `record=True`, in Chrome's trace format.
+
+        Join the lists of all ranks, and save them as `{"traceEvents": [...]}` for Perfetto.
+        """
+        return self._engine.timeline(clear)
+
+    def gathered_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """Return the whole network's state: on all ranks of the group, or on one; elsewhere an empty one."""
+        return self._engine.gathered(self, rank)
+
+    def _bound(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind(*args, **options)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Placed":
+        super()._apply(fn, recurse)
+        self._engine.convert(fn)
+        return self
+
+
+class _Through(torch.autograd.Function):
+    """A whole walk as one operation of autograd: its backward is the walk back."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        del anchor, tensors
+        ctx.run = run
+        outputs = run.forward()
+        ctx.mark_non_differentiable(*(x for x, grad in zip(outputs, run.flows, strict=True) if not grad))
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.run.backward(gradients)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))

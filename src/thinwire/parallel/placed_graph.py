@@ -1,0 +1,171 @@
+"""The operations of a network and their order, as torch.fx finds them.
+
+A module whose parts all go to one rank is one operation: it is not looked into, so its code may do what
+cannot be traced. Other modules are traced, once for training and once for evaluation, because tracing makes
+`self.training` a constant.
+"""
+
+import traceback
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from thinwire.errors import InputError
+from thinwire.parallel.placed_names import Names
+
+TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graphs of a network for training and for evaluation, and the ranks that were asked for."""
+
+    graphs: dict[bool, fx.Graph]  #: by whether the network trains
+    wanted: dict[str, int]  #: the ranks of operations that have one, by name
+    owners: dict[str, int]  #: the ranks of parameters and buffers, by name
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, whole: Collection[str]) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self.whole or super().is_leaf_module(m, module_qualified_name)
+
+
+def traced(module: nn.Module, names: Names) -> Traced:
+    """Trace a network, and find the rank of each of its parts; refuse what has no rank."""
+    owners = _owners(module, names)
+    modules = {name: names.rank_of(name) for name, _ in module.named_modules(remove_duplicate=False) if name}
+    by_operation = set(names.ranks) - names.used
+    whole = set() if by_operation else _whole(module, modules, owners)
+    graphs = {mode: _trace(module, whole, mode) for mode in (True, False)}
+    wanted: dict[str, int] = {}
+    for graph in graphs.values():
+        for node in graph.nodes:
+            rank = _wanted(node, module, modules, owners)
+            by_name = names.rank_of(node.name) if by_operation and node.op in _MOVABLE else None
+            rank = by_name if rank is None else rank
+            if rank is not None:
+                wanted[node.name] = rank
+    operations = [node.name for node in graphs[True].nodes if node.op in _MOVABLE]
+    names.check_used([*modules, *owners, *operations])
+    return Traced(graphs, wanted, owners)
+
+
+_MOVABLE = ("call_function", "call_method", "call_module")
+
+
+def _owners(module: nn.Module, names: Names) -> dict[str, int]:
+    """Return the rank of every parameter and buffer, by each of its names."""
+    owners: dict[str, int] = {}
+    first: dict[int, str] = {}
+    for name, each in _state(module):
+        rank = names.rank_of(name)
+        if rank is None:
+            place = name.rpartition(".")[0] or name
+            raise InputError(
+                f"placement: '{place}' has no rank, but '{name}' belongs to it; add '{place}' or '*'"
+            )
+        owners[name] = rank
+        other = first.setdefault(id(each), name)
+        if owners[other] != rank:
+            raise InputError(
+                f"placement: '{other}' on rank {owners[other]} and '{name}' on rank {rank} are one tensor, "
+                "which can live on one rank only; give both modules the same rank, or use the first one's "
+                f"weight itself, as in functional.linear(x, self.{other})"
+            )
+    return owners
+
+
+def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _whole(module: nn.Module, modules: dict[str, int | None], owners: dict[str, int]) -> set[str]:
+    """Return the modules of which all parts are on one rank."""
+    whole = set()
+    for name in modules:
+        if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
+            continue
+        inside = {rank for each, rank in modules.items() if each == name or each.startswith(f"{name}.")}
+        inside |= {rank for each, rank in owners.items() if each.startswith(f"{name}.")}
+        if len(inside - {None}) == 1:
+            whole.add(name)
+    return whole
+
+
+def _wanted(
+    node: fx.Node, module: nn.Module, modules: dict[str, int | None], owners: dict[str, int]
+) -> int | None:
+    """Return the rank that an operation must have; None if any will do."""
+    if node.op == "get_attr":
+        return owners.get(str(node.target))
+    if node.op != "call_module":
+        return None
+    name = str(node.target)
+    ranks = {rank for each, rank in owners.items() if each.startswith(f"{name}.")}
+    if len(ranks) > 1:
+        kind = type(module.get_submodule(name)).__name__
+        raise InputError(f"placement: '{name}' is a {kind} of torch, whose parts cannot be on several ranks")
+    return ranks.pop() if ranks else modules[name]
+
+
+def _trace(module: nn.Module, whole: set[str], training: bool) -> fx.Graph:
+    before = {each: each.training for each in module.modules()}
+    module.train(training)
+    try:
+        graph = _Tracer(whole).trace(module)
+    except Exception as error:
+        raise InputError(
+            f"{type(module).__name__} cannot be traced by torch.fx{_line(error)}: {error}; a module whose "
+            "parts are all on one rank is not traced, so give the module with this line one rank"
+        ) from error
+    finally:
+        for each, mode in before.items():
+            each.training = mode
+    for node in graph.nodes:
+        if node.op == "placeholder" and str(node.target).startswith("*"):
+            raise InputError(f"forward(..., {node.target}) cannot be traced; name all of its inputs")
+    return graph
+
+
+def _line(error: BaseException) -> str:
+    """Return where in the network tracing failed."""
+    frames = [
+        each
+        for each in traceback.extract_tb(error.__traceback__)
+        if not each.filename.startswith(TORCH) and each.filename != __file__
+    ]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" at {last.filename}:{last.lineno}, `{last.line}`"
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """Return the operations whose values an operation uses, each once."""
+    return list(node.all_input_nodes)
+
+
+def writes(node: fx.Node, module: nn.Module) -> bool:
+    """Whether an operation may change its inputs in place."""
+    if node.op == "call_module":
+        return any(
+            getattr(each, "inplace", False) for each in module.get_submodule(str(node.target)).modules()
+        )
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return node.op in _MOVABLE and (in_place or bool(_option(node, "inplace")))
+
+
+def _option(node: fx.Node, name: str) -> Any:
+    return node.kwargs.get(name)
