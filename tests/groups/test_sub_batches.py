@@ -1,0 +1,17 @@
+"""Sub-batches in real processes: the numbers of one device, and what happens when a rank is gone."""
+
+import pytest
+
+WALL_S = 150
+pytestmark = pytest.mark.timeout(WALL_S + 20)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.rest), 2, 3, 4])
+def test_every_check_holds_on_every_rank(world, said):
+    lines, _ = said("sub_batch_program.py", world, wall_s=WALL_S)
+    reports = [each for each in lines if "check" in each]
+    assert {(each["check"], each["rank"]): each["wrong"] for each in reports if each["wrong"]} == {}
+    for name in lines[0]["checks"]:
+        found = [each for each in reports if each["check"] == name]
+        assert len(found) == world
+        assert len({each["digest"] for each in found}) == 1, f"{name}: ranks hold different bits"
