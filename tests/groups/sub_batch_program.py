@@ -1,12 +1,14 @@
 """What ranks do with `SubBatches`, compared with one device in plain torch.
 
-    python sub_batch_program.py WORLD
+    python sub_batch_program.py WORLD [faults]
 
 Every rank reports every check: what went wrong ("" if nothing), and a digest of what all ranks must hold.
 """
 
 import copy
 import math
+import os
+import signal
 import sys
 import time
 import traceback
@@ -19,12 +21,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.errors import CodecError, Disagreement, InputError
+from thinwire.errors import CodecError, CommError, Disagreement, InputError
 from thinwire.parallel import SubBatches
 from thinwire.parallel.sub_batches_layers import mask
 from thinwire.rounding import Stream
 
-TIMEOUT_S = 60
+TIMEOUT_S, FAULT_S, SLACK_S = 60, 7, 6  #: the last: a busy machine
 SAMPLES, CLASSES = 6, 10  #: samples of a rank
 NEAR = 2e-6  #: of sums that are added in another order, in float32
 EXACT = {"forward": None, "backward": None}
@@ -349,20 +351,61 @@ CHECKS = (
 )  # fmt: skip
 
 
+def killed(rank, world):
+    """A rank dies while errors travel: the others are told."""
+    net, _ = nets(2)
+    own_x, own_y = mine(rank, world, *data(world))
+    cross_entropy(net(own_x), own_y).backward()
+    loss = cross_entropy(net(own_x), own_y)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    raises(CommError, "rank 1", loss.backward)
+    assert time.monotonic() - began < FAULT_S + 3 + SLACK_S
+
+
+def forgotten(rank, world):
+    """A rank returns to a known number of sub-batches, and the others do not."""
+    net, _ = nets(1)
+    own_x, own_y = mine(rank, world, *data(world))
+    for net.count in (1, 2):
+        cross_entropy(net(own_x), own_y).backward()
+    net.count = 1 if rank == 1 else 2
+    began = time.monotonic()
+    with torch.no_grad():
+        raises(CommError, "all_gather of", net, own_x)
+    assert time.monotonic() - began < FAULT_S + 3 + SLACK_S
+
+
 def main(rank, world, place):
     join(rank, world, place, TIMEOUT_S)
     for check in CHECKS:
-        wrong, held, began = "", (), time.monotonic()
-        try:
-            held = check(rank, world)
-        except Exception:  # noqa: BLE001
-            wrong = traceback.format_exc()[-2500:]
-        seconds = round(time.monotonic() - began, 1)
-        report(check=check.__name__, rank=rank, wrong=wrong, digest=digest(held or ()), seconds=seconds)
+        run(check, rank, world)
         dist.barrier()
     dist.destroy_process_group()
 
 
+def fault(rank, world, place, check):
+    join(rank, world, place, FAULT_S)
+    run(check, rank, world)
+    os._exit(0)  # the group is broken
+
+
+def run(check, rank, world):
+    wrong, held, began = "", (), time.monotonic()
+    try:
+        held = check(rank, world)
+    except Exception:  # noqa: BLE001
+        wrong = traceback.format_exc()[-2500:]
+    seconds = round(time.monotonic() - began, 1)
+    report(check=check.__name__, rank=rank, wrong=wrong, digest=digest(held or ()), seconds=seconds)
+
+
 if __name__ == "__main__":
+    world, *faults = sys.argv[1:]
+    if faults:
+        for check in (killed, forgotten):
+            report(check=check.__name__, statuses=start("fork", int(world), fault, check))
+        sys.exit(0)
     report(checks=[each.__name__ for each in CHECKS])
-    sys.exit(max(start("fork", int(sys.argv[1]), main)))
+    sys.exit(max(start("fork", int(world), main)))
