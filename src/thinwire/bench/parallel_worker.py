@@ -85,6 +85,9 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
         timed = _timed(arms, seconds / len(groups), device)
         times = slowest([each.times for each in timed])
         more = [_row(*each, times[0]) for each in zip(timed, times, errors, strict=True)]
+        for row, arm in zip(more, arms, strict=True):
+            if arm.hidden_share is not None:
+                row["hidden_share"] = least(arm.hidden_share())
         rows += more[2:] if rows else more
         arms.clear()
         timed.clear()
@@ -103,6 +106,11 @@ def _row(timed: Timed, times: list[float], error: float | None, plain: list[floa
         "sent_nbytes": timed.claimed / timed.counted if timed.arm.sent_nbytes is not None else None,
         "gradient_error": error,
     }
+
+
+def least(share: float) -> float:
+    """Return the smallest share of all ranks."""
+    return 1 - slowest([[1 - share]])[0][0]
 
 
 def _timed(arms: list[Arm], seconds: float, device: torch.device) -> list[Timed]:

@@ -118,7 +118,9 @@ def bench_parallel(  # noqa: PLR0913
     device: Device = "cpu",
     kinds: Annotated[
         list[str] | None,
-        typer.Option("--kind", help="Only these: fsdp, hsdp, tensor, sequence, pipeline, expert."),
+        typer.Option(
+            "--kind", help="Only these: fsdp, hsdp, tensor, sequence, pipeline, expert, sub-batches."
+        ),
     ] = None,
     hosts: Hosts = None,
     link: Link = None,

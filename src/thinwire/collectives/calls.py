@@ -297,11 +297,12 @@ def run_single(
     after: After,
     runtime: Runtime,
     agreement: Exchanges | None = None,
-) -> None:
-    """Run a collective that is one piece, after what ranks agree on first."""
+    async_op: bool = False,
+) -> Work | None:
+    """Run a collective that is one piece, after what ranks agree on first; with `async_op`, begin it."""
     job = _single(call, steps, context, result, after)
     job.agreement = agreement
-    runtime.run(job)
+    return _go(job, runtime, async_op)
 
 
 def _go(job: Job, runtime: Runtime, async_op: bool) -> Work | None:

@@ -7,11 +7,13 @@ from torch import Tensor
 from thinwire.codecs.own import identity
 from thinwire.collectives.calls import run_single
 from thinwire.errors import InputError
+from thinwire.rounding import Stream
 from thinwire.runtimes import arguments
 from thinwire.runtimes.arguments import AnyCodec, vector
 from thinwire.runtimes.checks import check
 from thinwire.runtimes.job import Call
 from thinwire.runtimes.runtime import Group, runtime_of
+from thinwire.runtimes.work import Work
 from thinwire.schedules import Exchanges, RankContext, collectives
 
 
@@ -60,10 +62,13 @@ def exchange(
     numels: tuple[int, ...],
     codec: AnyCodec,
     group: Group | None = None,
-) -> None:
+    async_op: bool = False,
+    *,
+    rng: Stream | None = None,
+) -> Work | None:
     """Send part r to rank r. All ranks pass the same `numels`, from which they know all sizes."""
     runtime = runtime_of(group, check([*outs, *parts]))
-    context = arguments.plain_context(runtime, codec, arguments.USUAL_NAME, None)
+    context = arguments.plain_context(runtime, codec, arguments.USUAL_NAME, rng)
     rooms, after = arguments.rooms(outs, filled=False)
     dtype = str(parts[0].dtype).removeprefix("torch.")
     call = Call("all_to_all", identity(context.codec), numels, dtype, "", "shards")
@@ -71,4 +76,4 @@ def exchange(
     def steps(own: RankContext) -> Exchanges:
         return collectives.all_to_all([vector(each) for each in parts], rooms, own)
 
-    run_single(call, steps, context, outs, after, runtime)
+    return run_single(call, steps, context, outs, after, runtime, async_op=async_op)

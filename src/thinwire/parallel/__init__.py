@@ -4,6 +4,7 @@
   sequence parallelism, with a codec for each direction; docs/parallel/tensor.md.
 - `all_to_all`: rows for the experts of other ranks, and back; docs/parallel/expert.md.
 - `Placed`: a network whose branches or stages are on different ranks; docs/parallel/placed.md.
+- `SubBatches`: data-parallel convolutions, split fully connected layers; docs/parallel/sub-batches.md.
 - `PipelineStage`: torch's stage of a pipeline, with a codec for what it sends; docs/parallel/pipeline.md.
 
 Names are loaded when they are first used, because torch's DTensor and its pipelining take long to load.
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from thinwire.parallel.styles import PrepareModuleOutput as PrepareModuleOutput
     from thinwire.parallel.styles import RowwiseParallel as RowwiseParallel
     from thinwire.parallel.styles import SequenceParallel as SequenceParallel
+    from thinwire.parallel.sub_batches import SubBatches as SubBatches
+    from thinwire.parallel.sub_batches_timeline import Timeline as Timeline
 
 __all__ = [
     "ColwiseParallel",
@@ -32,12 +35,16 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "SubBatches",
+    "Timeline",
     "all_to_all",
 ]
 
 _HOMES = {
     "PipelineStage": "thinwire.parallel.pipeline",
     "Placed": "thinwire.parallel.placed",
+    "SubBatches": "thinwire.parallel.sub_batches",
+    "Timeline": "thinwire.parallel.sub_batches_timeline",
     "all_to_all": "thinwire.parallel.expert",
 }
 
