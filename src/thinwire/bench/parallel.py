@@ -1,7 +1,8 @@
 """Speed, bytes and errors of parallelism beyond DDP between emulated hosts: codecs against torch's own wires.
 
 A cell is one kind of parallelism in one place (hosts, link). Ratios are to torch in float32 in the same run.
-The communication share is that of float32: 1 - (a step that sends nothing) / (a step). HSDP's hosts form two
+The communication share is that of float32: 1 - (a step that sends nothing) / (a step). Kinds that split a
+network are also compared with one device. HSDP's hosts form two
 nodes: fast links inside, and one link of the given rate between them, as in a cluster.
 """
 
@@ -120,7 +121,10 @@ def summed_up(cell: Cell) -> Cell:
     half = rows.get(HALF)
     for row in rows.values():
         row["ratio_to_bf16"] = row["ratio_to_fp32"] / half["ratio_to_fp32"] if half else None
-    share = None if alone is None else 1 - 1 / alone["ratio_to_fp32"]
+    share = None if alone is None or cell.get("alone") else 1 - 1 / alone["ratio_to_fp32"]
+    if cell.get("alone") and alone is not None:
+        for row in rows.values():
+            row["speed_up"] = row["ratio_to_fp32"] / alone["ratio_to_fp32"]
     return {
         **cell,
         "rows": list(rows.values()),
@@ -171,6 +175,15 @@ def tables(result: dict[str, Any]) -> list[Table]:
         inside = {cell["kind"]: cell["inside"] for cell in cells if cell.get("inside")}
         title += "".join(f"; {kind}: {rate} inside nodes" for kind, rate in inside.items())
         all_tables.append((title, COLUMNS, [_line(cell, row) for cell in cells for row in cell["rows"]]))
+    faster: list[tuple[str, ...]] = [
+        (cell["kind"], f"{cell['hosts']} hosts, {cell['link']}", row["method"], f"{row['speed_up']:.2f}")
+        for cell in result["cells"]
+        for row in cell["rows"]
+        if "speed_up" in row
+    ]
+    if faster:
+        title = "model parallelism beside one device with the whole batch"
+        all_tables.append((title, ("kind", "where", "method", "speed-up"), faster))
     hidden: list[tuple[str, ...]] = [
         (cell["kind"], place, row["method"], f"{row['hidden_share']:.0%}")
         for cell in result["cells"]

@@ -43,6 +43,7 @@ class Kind:
     methods: Sequence[str]
     world: int = 2  #: fewest ranks, and a divisor of their number
     nodes: int = 0  #: with slow links between this many nodes only; 0: between all ranks
+    alone: bool = False  #: "compute only" is the whole network and batch on one device
 
 
 @dataclass(frozen=True)

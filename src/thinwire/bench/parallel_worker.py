@@ -94,7 +94,7 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"kind": name, "hosts": world, "rows": rows}
+    return {"kind": name, "hosts": world, "rows": rows, "alone": kind.alone}
 
 
 def _row(timed: Timed, times: list[float], error: float | None, plain: list[float]) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def bench_parallel(  # noqa: PLR0913
     kinds: Annotated[
         list[str] | None,
         typer.Option(
-            "--kind", help="Only these: fsdp, hsdp, tensor, sequence, pipeline, expert, sub-batches."
+            "--kind",
+            help="Only these: fsdp, hsdp, tensor, sequence, pipeline, expert, sub-batches, branches, ...",
         ),
     ] = None,
     hosts: Hosts = None,
