@@ -13,16 +13,17 @@ from thinwire.codecs import AnySpec
 from thinwire.errors import CommError
 from thinwire.outside import outside_of_graphs
 from thinwire.parallel.placed_agreement import agree
-from thinwire.parallel.placed_engine import Engine, Run
+from thinwire.parallel.placed_engine import Engine
 from thinwire.parallel.placed_graph import traced
 from thinwire.parallel.placed_names import checked
+from thinwire.parallel.placed_run import Run
 
 
 class Placed(nn.Module):
     """A network whose parts run on different ranks of a group.
 
-    All ranks of the group call it with the same inputs, and all get its outputs. Every rank keeps only its own
-    parameters and buffers, and frees all others, also in `module` itself.
+    All ranks of the group call it with the same inputs, and all get its outputs. Every rank keeps only its
+    own parameters and buffers, and frees all others, also in `module` itself.
 
     module: the whole network, the same on all ranks; torch.fx must be able to trace what its parts are
         called from.
@@ -77,11 +78,15 @@ class Placed(nn.Module):
             args, options = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
             engine.plan(self._bound(args, options), self.training)
 
+    _engine: Engine
+    _signature: inspect.Signature
+
     @outside_of_graphs
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run the network: on all ranks of the group, with the same inputs."""
-        run = self._engine.run(self._bound(args, options), self.training)
-        return run.result(_Through.apply(run, run.engine.anchor, *run.tensors))  # type: ignore[no-untyped-call]
+        engine, inputs = self._engine, self._bound(args, options)
+        run = Run(engine, engine.plan(inputs, self.training), inputs)
+        return run.result(_Through.apply(run, engine.anchor, *run.tensors))
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank has sent: messages and bytes, forward and backward."""
@@ -102,7 +107,7 @@ class Placed(nn.Module):
         """Return the whole network's state: on all ranks of the group, or on one; elsewhere an empty one."""
         return self._engine.gathered(self, rank)
 
-    def _bound(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    def _bound(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         return dict(bound.arguments)

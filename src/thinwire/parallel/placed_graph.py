@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -154,18 +153,3 @@ def _line(error: BaseException) -> str:
 def inputs_of(node: fx.Node) -> list[fx.Node]:
     """Return the operations whose values an operation uses, each once."""
     return list(node.all_input_nodes)
-
-
-def writes(node: fx.Node, module: nn.Module) -> bool:
-    """Whether an operation may change its inputs in place."""
-    if node.op == "call_module":
-        return any(
-            getattr(each, "inplace", False) for each in module.get_submodule(str(node.target)).modules()
-        )
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return node.op in _MOVABLE and (in_place or bool(_option(node, "inplace")))
-
-
-def _option(node: fx.Node, name: str) -> Any:
-    return node.kwargs.get(name)

@@ -6,7 +6,7 @@ it will receive. Nothing is said about them at run time.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Value:
     tree: pytree.TreeSpec
     flops: float = 0.0
     random: bool = False  #: whether the operation draws random numbers
+    writes: bool = False  #: whether the operation changes its inputs in place
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -133,6 +134,7 @@ class _Run(fx.Interpreter):
             return out
         if n.op == "output":
             return None
+        before = {each: _versions(value) for each, value in self.env.items()}
         try:
             with FlopCounterMode(display=False) as flops, _Notes() as notes:
                 out = super().run_node(n)
@@ -140,13 +142,29 @@ class _Run(fx.Interpreter):
             raise InputError(
                 f"the shape of '{n.name}' ({n.target}) does not follow from the shapes of the inputs: {error}"
             ) from error
-        self.found[n.name] = described(out, float(flops.get_total_flops()), notes.random)
+        changed = {each for each, versions in before.items() if versions != _versions(self.env[each])}
+        _check_written(n, changed)
+        flow = float(flops.get_total_flops())
+        self.found[n.name] = replace(described(out), flops=flow, random=notes.random, writes=bool(changed))
         return out
 
 
-def described(value: Any, flops: float = 0.0, random: bool = False) -> Value:
+def _versions(value: Any) -> list[int]:
+    return [x._version for x in tensors_of(value)]
+
+
+def _check_written(node: fx.Node, changed: set[fx.Node]) -> None:
+    """Refuse to change in place what others use too: the graph does not say who comes first."""
+    for each in changed:
+        others = [user.name for user in each.users if user is not node and user not in changed]
+        if others:
+            raise InputError(
+                f"'{node.name}' changes '{each.name}' in place, but '{others[0]}' uses that too; let it "
+                "return a new tensor, for example with inplace=False"
+            )
+
+
+def described(value: Any) -> Value:
     """Return what is kept of a value."""
     leaves, tree = pytree.tree_flatten(value)
-    return Value(
-        tuple(Form.of(each) if isinstance(each, Tensor) else each for each in leaves), tree, flops, random
-    )
+    return Value(tuple(Form.of(each) if isinstance(each, Tensor) else each for each in leaves), tree)
