@@ -6,6 +6,7 @@ Every rank reports every check: what went wrong, "" if nothing.
 """
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from thinwire.errors import CodecError, CommError, Disagreement, InputError
 from thinwire.parallel import Placed
 
 TIMEOUT_S, SHORT_S = 60, 4
+UNUSED = torch.zeros(1)  # an optimizer needs something, and a rank may have no parameters
 NAP_S, BUSY_S = 0.15, 8.0  #: of a slow part; what a busy machine may add
 
 
@@ -42,7 +44,7 @@ def rows(*shape, seed=1, dtype=torch.float32):
 
 def steps(model, inputs, loss, count=3, rate=0.05):
     """Train for some steps; return the losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    optimizer = torch.optim.SGD([*model.parameters(), UNUSED], lr=rate, momentum=0.9)
     losses = []
     for _ in range(count):
         optimizer.zero_grad()
@@ -66,10 +68,9 @@ def near(one, other, bound=2e-6):
     )
 
 
-def same(rank, placed, plain, bound=2e-6):
+def same(placed, plain, bound=2e-6):
     """Whether this rank's gradients are those of one device, and no other rank's are here."""
     wanted, found = gradients(plain), gradients(placed)
-    assert found, f"rank {rank} has no parameters"
     for name, grad in found.items():
         assert (grad is None) == (wanted[name] is None), name
         if grad is not None:
@@ -90,13 +91,13 @@ def loss_of(y):
     return lambda out: nn.functional.mse_loss(out, y)
 
 
-def both(rank, make, placement, inputs, loss, count=2, bound=2e-6, **options):
+def both(make, placement, inputs, loss, count=2, bound=2e-6, **options):
     """Train on one device and placed: losses, gradients and parameters are equal; return both."""
     plain = made(make)
     placed = Placed(made(make), placement, **options)
     losses = [steps(each, inputs, loss, count) for each in (plain, placed)]
     near(losses[1], losses[0], bound)
-    same(rank, placed, plain, bound)
+    same(placed, plain, bound)
     wanted = dict(plain.named_parameters())
     for name, each in placed.named_parameters():
         near(each, wanted[name], bound)
@@ -106,16 +107,16 @@ def both(rank, make, placement, inputs, loss, count=2, bound=2e-6, **options):
 # Equal to one device
 
 
-def branches(rank, world):
+def branches(_, world):
     """A shared prefix, branches on several ranks, a residual and a concatenation: three steps of training."""
-    _, placed = both(rank, Branches, halves(world), (rows(8, 3, 8, 8),), loss_of(rows(8, 10, seed=2)), 3)
+    _, placed = both(Branches, halves(world), (rows(8, 3, 8, 8),), loss_of(rows(8, 10, seed=2)), 3)
     stats = placed.stats()
     assert stats["calls"] == 3
     assert stats["messages"] % 3 == 0 < stats["messages"]
     assert stats["sent_nbytes"] == stats["plain_nbytes"] > 0
 
 
-def outputs(rank, world):
+def outputs(_, world):
     """Inputs by keyword, a default, outputs in a dictionary and a tuple, whole numbers, an unused output."""
     plain = made(TwoOutputs)
     placed = Placed(made(TwoOutputs), {"left": 0, "right": world - 1, "both": world // 2, "extra": 0})
@@ -129,7 +130,7 @@ def outputs(rank, world):
         found.append(out)
     assert torch.equal(found[0]["kinds"], found[1]["kinds"])
     near(found[1]["pair"][0], found[0]["pair"][0])
-    same(rank, placed, plain)
+    same(placed, plain)
     again = placed(scale=2.0, x=x, shift=0.25)  # other constants: another plan
     near(again["out"], plain(x, scale=2.0, shift=0.25)["out"])
 
@@ -147,13 +148,13 @@ def pipeline(rank, world):
         )
 
 
-def first_and_last(rank, world):
+def first_and_last(_, world):
     """A rank with the first and the last layers, in micro-batches."""
     placement = {"*": 0, "layers.1": world - 1, "layers.2": world - 1}
-    both(rank, Chain, placement, (rows(8, 16),), loss_of(rows(8, 16, seed=2)), micro_batches=4)
+    both(Chain, placement, (rows(8, 16),), loss_of(rows(8, 16, seed=2)), micro_batches=4)
 
 
-def translator(rank, world):
+def translator(_, world):
     """LSTM layers in stages, whole numbers as inputs."""
     placement = {"embedding": 0, "classifier": world - 1, **stages(world)}
     tokens = torch.randint(0, 32, (6, 5), generator=torch.Generator().manual_seed(3))
@@ -162,7 +163,7 @@ def translator(rank, world):
         return nn.functional.cross_entropy(out.flatten(0, 1), tokens.flatten())
 
     for parts in (1, 3):
-        both(rank, Translator, placement, (tokens,), loss, micro_batches=parts)
+        both(Translator, placement, (tokens,), loss, micro_batches=parts)
 
 
 def gpt(rank, world):
@@ -192,7 +193,7 @@ class WithLoss(nn.Module):
         return (self.net(x) - y).square().mean()
 
 
-def returned_loss(rank, world):
+def returned_loss(_, world):
     """The mean over uneven micro-batches is that of the batch; next to nothing is sent for the output."""
     plain, placed = made(WithLoss), Placed(made(WithLoss), stages(world, name="net.layers"), micro_batches=3)
     x, y = rows(7, 16), rows(7, 16, seed=2)
@@ -200,17 +201,17 @@ def returned_loss(rank, world):
     near(values[1], values[0])
     for value in values:
         (3 * value).backward()
-    same(rank, placed, plain)
+    same(placed, plain)
 
 
-def batch_norm(rank, world):
+def batch_norm(_, world):
     """Running statistics live where their module is; evaluation uses them; writing in place is no harm."""
 
     def make():
         return Branches(norm=True, inplace=True)
 
     x, y = rows(8, 3, 8, 8), rows(8, 10, seed=2)
-    plain, placed = both(rank, make, halves(world), (x,), loss_of(y), 2, bound=2e-5)
+    plain, placed = both(make, halves(world), (x,), loss_of(y), 2, bound=2e-5)
     for each in (plain, placed):
         each.eval()
     with torch.no_grad():
@@ -224,7 +225,7 @@ def batch_norm(rank, world):
 
 
 def dropout(rank, world):
-    """Draws depend on torch's seed, the operation and the micro-batch, not on the rank: any placement is equal."""
+    """Draws depend on torch's seed, the operation and the micro-batch, not on the rank."""
     alone = [dist.new_group([each]) for each in range(world)][rank]
     x, y = rows(8, 3, 8, 8), rows(8, 10, seed=2)
 
@@ -239,14 +240,14 @@ def dropout(rank, world):
         found.append(steps(each, (x,), loss_of(y), 1, 0.0))
     near(found[1], found[0])
     assert torch.equal(found[1], found[2])
-    same(rank, placed, one)
+    same(placed, one)
     assert not torch.equal(steps(placed, (x,), loss_of(y), 1, 0.0), found[1]), "another step draws anew"
     plain = made(make)
     near(placed.eval()(x), plain.eval()(x))
     dist.destroy_process_group(alone)
 
 
-def input_gradients(rank, world):
+def input_gradients(_, world):
     """The gradient of an input arrives on all ranks, with equal bits, and reaches what made the input."""
     plain, placed = made(Branches), Placed(made(Branches), {"*": 0, "branches": world - 1}, micro_batches=2)
     y, found = rows(4, 10, seed=2), []
@@ -258,7 +259,7 @@ def input_gradients(rank, world):
     equal_everywhere(digest([found[1]]), world)
 
 
-def no_gradients(rank, world):
+def no_gradients(_, world):
     """A frozen part, a rank with nothing to train, and evaluation."""
 
     def make():
@@ -284,7 +285,7 @@ def no_gradients(rank, world):
     assert placed.stats()["backward"]["messages"] == 0, "nothing trains before the cut"
 
 
-def several_calls(rank, world):
+def several_calls(_, world):
     """Two calls and one loss of both; then what went backward cannot do so again."""
     plain, placed = made(Chain), Placed(made(Chain), stages(world))
     one, two = rows(4, 16), rows(6, 16, seed=5)
@@ -294,20 +295,20 @@ def several_calls(rank, world):
         value.backward()
         values.append(value)
     near(values[1], values[0])
-    same(rank, placed, plain)
+    same(placed, plain)
     value = placed(one).sum()
     value.backward(retain_graph=True)
     raises(InputError, "went backward before", value.backward)
 
 
-def sixteen_bits(rank, world):
+def sixteen_bits(_, world):
     """bfloat16 parameters, and autocast: messages have the dtypes that one device computes with."""
     x, y = rows(8, 16, dtype=torch.bfloat16), rows(8, 16, seed=2, dtype=torch.bfloat16)
 
     def make():
         return Chain().to(torch.bfloat16)
 
-    _, placed = both(rank, make, stages(world), (x,), loss_of(y), 1, bound=1e-2)
+    _, placed = both(make, stages(world), (x,), loss_of(y), 1, bound=1e-2)
     assert placed.stats()["sent_nbytes"] > 0
     plain, placed = made(Chain), Placed(made(Chain), stages(world))
     found = []
@@ -318,10 +319,10 @@ def sixteen_bits(rank, world):
         found.append(out)
     assert found[0].dtype == found[1].dtype
     assert torch.equal(found[0], found[1])
-    same(rank, placed, plain, 1e-2)
+    same(placed, plain, 1e-2)
 
 
-def not_finite(rank, world):
+def not_finite(_, world):
     """NaN and infinities arrive."""
     for options in ({}, {"forward": "int8", "backward": "int8"}):
         placed = Placed(made(lambda: Chain(width=64)), stages(world), **options)
@@ -344,7 +345,7 @@ def round_trip(spec):
 
 
 def lossy(rank, world):
-    """With int8 and int4 the error of gradients is what the codec explains; the outputs are equal everywhere."""
+    """The error of gradients is what the codec explains; the outputs are equal everywhere."""
 
     def make():
         return Chain(width=64)
@@ -369,7 +370,7 @@ def lossy(rank, world):
     assert one_way.stats()["backward"]["encoded"] == 0
 
 
-def random_rounding(rank, world):
+def random_rounding(_, world):
     """A codec that draws gives the same again, and other draws in the next step."""
     runs = [Placed(made(lambda: Chain(width=64)), stages(world), forward="qsgd4/512") for _ in range(2)]
     x = rows(64, 64)
@@ -379,7 +380,7 @@ def random_rounding(rank, world):
     assert not torch.equal(one, three)
 
 
-def claimed(rank, world):
+def claimed(_, world):
     """The bytes that `stats` claims are those that gloo is given."""
     from thinwire.runtimes.gloo_transport import GlooTransport
 
@@ -405,7 +406,7 @@ def claimed(rank, world):
 
 
 def state(rank, world):
-    """Only its own parameters are on a rank; the whole is gathered, and loaded, under the names of one device."""
+    """A rank has its own parameters only; the whole is gathered and loaded under its old names."""
     plain, whole = made(Branches), made(Branches)
     kept = [weakref.ref(each) for each in whole.parameters()]
     placed = Placed(whole, halves(world))
@@ -414,7 +415,7 @@ def state(rank, world):
     assert sum(each() is not None for each in kept) == len(own)
     names = [None] * world
     dist.all_gather_object(names, list(own))
-    assert sorted(sum(names, [])) == sorted(name for name, _ in plain.named_parameters())
+    assert sorted(itertools.chain(*names)) == sorted(name for name, _ in plain.named_parameters())
     assert set(placed.state_dict()) == set(own)
     everything = placed.gathered_state_dict()
     assert list(everything) == list(plain.state_dict())
@@ -438,26 +439,30 @@ def state(rank, world):
 # With data parallelism
 
 
-def data_parallel(rank, world):
+def data_parallel(_, world):
     """Half of the ranks hold a network, twice: equal to one device, and with int8 the replicas stay equal."""
+
+    def wide():
+        return Chain(width=128)
+
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "placed"))
     across, inside = mesh["replicate"].get_group(), mesh["placed"].get_group()
-    x, y = rows(8, 16), rows(8, 16, seed=2)
+    x, y = rows(8, 128), rows(8, 128, seed=2)
     part = slice(4 * across.rank(), 4 * across.rank() + 4)
-    plain = made(Chain)
+    plain = made(wide)
     wanted = steps(plain, (x,), loss_of(y), 3)
     for codec in (None, "fp32", "int8"):
-        placed = Placed(made(Chain), stages(world // 2), group=inside, micro_batches=2)
+        placed = Placed(made(wide), stages(world // 2), group=inside, micro_batches=2)
         ddp = DistributedDataParallel(placed, process_group=across)
         handle = thinwire.attach(ddp, codec) if codec else None
         losses = steps(ddp, (x[part],), loss_of(y[part]), 3)
         dist.all_reduce(losses, group=across)
         if codec != "int8":
             near(losses / 2, wanted)
-            same(rank, placed, plain)
+            same(placed, plain)
         else:
-            assert 0 < grown(gradients(placed), gradients(plain)) < 0.2
-            assert handle.stats()["steps"] >= 2
+            assert 0 < grown(gradients(placed), gradients(plain)) < 0.1
+            assert handle.stats()["ratio"] > 2.0
         found = [None] * 2
         dist.all_gather_object(found, digest(placed.parameters()), group=across)
         assert found[0] == found[1], "replicas differ"
@@ -470,12 +475,12 @@ class Nap(torch.autograd.Function):
     """Takes its time, forward and backward."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(_, x):
         time.sleep(NAP_S)
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(_, grad):
         time.sleep(NAP_S)
         return grad.clone()
 
@@ -515,7 +520,7 @@ def overlap(ones, others):
     return max(min(one[1], other[1]) - max(one[0], other[0]) for one in ones for other in others) / 1e6
 
 
-def at_the_same_time(rank, world):
+def at_the_same_time(_, world):
     """Branches overlap, forward and backward; so do stages, on different micro-batches."""
     branched = Placed(made(SlowBranches), {"stem": 0, "left": 0, "right": 1}, record=True)
     staged = Placed(
@@ -565,7 +570,7 @@ class Overwrites(nn.Module):
         return self.two(x) + nn.functional.relu(x, inplace=True)
 
 
-def refusals(rank, world):
+def refusals(_, world):
     """Every rank hears what is wrong, when the network is placed."""
     raises(InputError, ["'layer.0'", "did you mean 'layers.0'"], Placed, Chain(), {"*": 0, "layer.0": 0})
     raises(InputError, ["'layers.1'", f"0 to {world - 1}"], Placed, Chain(), {"*": 0, "layers.1": world})
@@ -645,7 +650,7 @@ def disagreements(rank, world):
 # What fails
 
 
-def fails(rank, world, texts, function, *args, least=0.0):
+def fails(texts, function, *args):
     """An error on this rank within the time-out."""
     began = time.monotonic()
     said = ""
@@ -656,7 +661,7 @@ def fails(rank, world, texts, function, *args, least=0.0):
     assert said, "no error"
     for text in texts:
         assert text in said, said
-    assert least <= time.monotonic() - began < SHORT_S + 3.0 + BUSY_S
+    assert time.monotonic() - began < SHORT_S + 3.0 + BUSY_S
 
 
 def short():
@@ -670,10 +675,10 @@ def other_rows(rank, world):
     placed = Placed(made(Chain), stages(world), group=short())
     for count in (4, 5):
         placed(rows(count, 16))
-    fails(rank, world, ["(4, 16) float32", "(5, 16) float32"], placed, rows(5 if rank == 1 else 4, 16))
+    fails(["(4, 16) float32", "(5, 16) float32"], placed, rows(5 if rank == 1 else 4, 16))
     placed = Placed(made(Chain), stages(world), group=short())
     placed(rows(4, 16))
-    fails(rank, world, ["(6, 16) float32"], placed, rows(6 if rank == 1 else 4, 16))
+    fails(["(6, 16) float32"], placed, rows(6 if rank == 1 else 4, 16))
 
 
 class Breaks(nn.Module):
@@ -687,7 +692,7 @@ class Breaks(nn.Module):
         return self.fc(x)
 
 
-def own_error(rank, world):
+def own_error(rank, _):
     """A part that raises an error: its rank raises that, the others hear of it before their time is up."""
     placed = Placed(made(lambda: nn.Sequential(Breaks(), nn.Linear(16, 16))), {"0": 1, "1": 0}, group=short())
     placed(rows(4, 16))
@@ -695,7 +700,7 @@ def own_error(rank, world):
         placed.get_submodule("0").broken = True
         raises(ValueError, "out of luck", placed, rows(4, 16))
     else:
-        fails(rank, world, [], placed, rows(4, 16))
+        fails([], placed, rows(4, 16))
 
 
 def dies(rank, world):
@@ -704,7 +709,7 @@ def dies(rank, world):
     placed(rows(4, 16)).sum().backward()
     if rank == world - 1:
         os._exit(0)
-    fails(rank, world, [], lambda: placed(rows(4, 16)).sum().backward())
+    fails([], lambda: placed(rows(4, 16)).sum().backward())
 
 
 def equal_everywhere(what, world):

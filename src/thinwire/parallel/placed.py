@@ -28,8 +28,8 @@ class Placed(nn.Module):
     module: the whole network, the same on all ranks; torch.fx must be able to trace what its parts are
         called from.
     placement: the rank in the group of modules, by name; by the beginning of names, or a pattern such as
-        "blocks.[0-5]", for several. The key with the most letters wins. Operations may be named too, as in
-        `operations()`.
+        "blocks.[0-5]", for several. The key with the most letters wins. Operations of torch.fx may be named
+        too, such as "add_1".
     forward, backward: codecs for what ranks send each other, and for gradients; None sends as it is.
     micro_batches: parts in which inputs are cut along dimension 0, so that ranks work at the same time.
     example: inputs, a tuple or a dictionary, for which to plan now instead of at the first call.

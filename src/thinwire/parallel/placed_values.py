@@ -5,7 +5,7 @@ it will receive. Nothing is said about them at run time.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,16 +90,20 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.module = self._copied(module, lambda x: x)
+
+    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Do what `Module.to` and its kin do."""
+        self.module = self._copied(self.module, function)
+
+    def _copied(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
         memo: dict[int, Any] = {}
         with self.mode:
             for x in (*module.parameters(), *module.buffers()):
-                memo[id(x)] = _like(x)
-            self.module = copy.deepcopy(module, memo)
-
-    def convert(self, function: Any) -> None:
-        """Do what `Module.to` and its kin do."""
-        with self.mode:
-            self.module._apply(function)
+                fake = function(_like(x.detach()))
+                is_parameter = isinstance(x, nn.Parameter)
+                memo[id(x)] = nn.Parameter(fake, requires_grad=x.requires_grad) if is_parameter else fake
+            return copy.deepcopy(module, memo)
 
     def values(self, graph: fx.Graph, inputs: Mapping[str, Any], training: bool) -> dict[str, Value]:
         """Return the value of every operation for some inputs, by placeholder."""
@@ -113,8 +117,6 @@ class Skeleton:
 
 def _like(x: Tensor) -> Tensor:
     fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    if isinstance(x, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=x.requires_grad)
     return fake.requires_grad_(x.requires_grad)
 
 
