@@ -139,7 +139,6 @@ def pipeline(rank, world):
     """Stages and micro-batches, of rows that they cannot share evenly, and fewer rows than micro-batches."""
     for parts, batch in ((1, 8), (4, 8), (4, 10), (4, 3)):
         both(
-            rank,
             Chain,
             stages(world),
             (rows(batch, 16),),
@@ -176,9 +175,7 @@ def gpt(rank, world):
 
     for parts in (1, 2):
         for extra in ({}, {"linear": world - 1}):
-            _, placed = both(
-                rank, tiny_gpt, placement | extra, (tokens,), loss, bound=2e-5, micro_batches=parts
-            )
+            _, placed = both(tiny_gpt, placement | extra, (tokens,), loss, bound=2e-5, micro_batches=parts)
     assert placed.operations()["linear"] == (world - 1,)
 
 

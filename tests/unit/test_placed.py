@@ -40,7 +40,7 @@ def program(net, placement, world, chunks=1, rows=4, width=4):
     x = torch.ones(rows, width)
     [name] = (node.name for node in graphs.graphs[True].nodes if node.op == "placeholder")
     values = Skeleton(net).values(graphs.graphs[True], {name: x}, True)
-    ranks = ranks_of(graphs.graphs[True], values, graphs.wanted, world)
+    ranks = ranks_of(graphs.graphs[True], values, graphs.wanted[True], world)
     return Program(graphs.graphs[True], [values] * chunks, ranks, world)
 
 

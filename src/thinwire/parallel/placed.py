@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from thinwire.codecs import AnySpec
 from thinwire.errors import CommError
 from thinwire.outside import outside_of_graphs
-from thinwire.parallel.placed_agreement import agree
+from thinwire.parallel.placed_agreement import agree, connect, device_of
 from thinwire.parallel.placed_engine import Engine
 from thinwire.parallel.placed_graph import traced
 from thinwire.parallel.placed_names import checked
@@ -52,18 +52,14 @@ class Placed(nn.Module):
         here = dist.group.WORLD if group is None and dist.is_initialized() else group
         if not isinstance(here, dist.ProcessGroup):
             raise CommError("Placed needs a process group; call torch.distributed.init_process_group first")
-        engine = agree(
-            here,
-            lambda: Engine.of(
-                module,
-                traced(module, checked(placement, here.size())),
-                here,
-                forward,
-                backward,
-                micro_batches,
-            ),
-            _device(module),
-        )
+        device = device_of(here, (*module.parameters(), *module.buffers()))
+
+        def make() -> Engine:
+            parts = traced(module, checked(placement, here.size()))
+            return Engine.of(module, parts, here, forward, backward, micro_batches)
+
+        engine = agree(here, make, device)
+        connect(here, device)
         engine.record.on = record
         self._modules.update(module._modules)
         self._parameters.update(module._parameters)
@@ -134,7 +130,3 @@ class _Through(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.run.backward(gradients)
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))

@@ -87,7 +87,7 @@ class Engine:
     def text(self) -> str:
         graph = "; ".join(f"{each.name} {each.target}" for each in self.traced.graphs[True].nodes)
         state = f"{self.names} ({digest(graph)}, {digest(str([*self.forms.items()]))})"
-        ranks = f"{self.traced.owners} {self.traced.wanted}"
+        ranks = f"{self.traced.owners} {self.traced.wanted[True]}"
         options = f"micro_batches={self.micro_batches}, {self.settings.text}"
         return f"{options}, network {state}, placement {digest(ranks)} {ranks}"
 
@@ -126,7 +126,7 @@ class Engine:
             if size not in by_size:
                 by_size[size] = self.skeleton.values(graph, by_node(graph, part), training)
         values = [by_size[size] for size in sizes]
-        ranks = ranks_of(graph, values[0], self.traced.wanted, self.group.size())
+        ranks = ranks_of(graph, values[0], self.traced.wanted[training], self.group.size())
         program = Program(graph, values, ranks, self.group.size())
         return Plan(program, lists(program), sizes, shapes)
 
@@ -148,7 +148,7 @@ class Engine:
         """Return the ranks of operations."""
         graph = self.traced.graphs[training]
         plan = next((each for each in self.plans.values() if each.program.graph is graph), None)
-        wanted = {name: (rank,) for name, rank in self.traced.wanted.items()}
+        wanted = {name: (rank,) for name, rank in self.traced.wanted[training].items()}
         known: Mapping[str, Any] = wanted if plan is None else plan.program.ranks
         return {each.name: known.get(each.name) for each in graph.nodes if each.op.startswith("call")}
 

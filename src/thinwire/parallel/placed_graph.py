@@ -25,7 +25,7 @@ class Traced:
     """The graphs of a network for training and for evaluation, and the ranks that were asked for."""
 
     graphs: dict[bool, fx.Graph]  #: by whether the network trains
-    wanted: dict[str, int]  #: the ranks of operations that have one, by name
+    wanted: dict[bool, dict[str, int]]  #: the ranks of operations that have one, by name
     owners: dict[str, int]  #: the ranks of parameters and buffers, by name
 
 
@@ -48,11 +48,13 @@ def traced(module: nn.Module, names: Names) -> Traced:
     owners = _owners(module, names)
     modules = {name: names.rank_of(name) for name, _ in module.named_modules(remove_duplicate=False) if name}
     graphs = graphs or _graphs(module, _whole(module, modules, owners))
-    wanted = dict(operations)
-    for node in (node for graph in graphs.values() for node in graph.nodes):
-        rank = _wanted(node, module, modules, owners)
-        if rank is not None:
-            wanted.setdefault(node.name, rank)
+    wanted = {
+        mode: operations | {
+            node.name: rank for node in graph.nodes
+            if (rank := _wanted(node, module, modules, owners)) is not None
+        }
+        for mode, graph in graphs.items()
+    }  # fmt: skip
     return Traced(graphs, wanted, owners)
 
 
