@@ -135,7 +135,7 @@ def outputs(_, world):
     near(again["out"], plain(x, scale=2.0, shift=0.25)["out"])
 
 
-def pipeline(rank, world):
+def pipeline(_, world):
     """Stages and micro-batches, of rows that they cannot share evenly, and fewer rows than micro-batches."""
     for parts, batch in ((1, 8), (4, 8), (4, 10), (4, 3)):
         both(
@@ -165,7 +165,7 @@ def translator(_, world):
         both(Translator, placement, (tokens,), loss, micro_batches=parts)
 
 
-def gpt(rank, world):
+def gpt(_, world):
     """A GPT whose head is its embedding: on the rank of the embedding, or sent to where the last block is."""
     placement = {"tokens": 0, "positions": 0, "norm": world - 1, **stages(world, name="blocks")}
     tokens = torch.randint(0, 40, (4, 9), generator=torch.Generator().manual_seed(3))
