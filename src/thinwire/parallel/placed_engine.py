@@ -85,7 +85,11 @@ class Engine:
 
     @property
     def text(self) -> str:
-        graph = "; ".join(f"{each.name} {each.target}" for each in self.traced.graphs[True].nodes)
+        # not str(target), which for functions contains an address
+        graph = "; ".join(
+            f"{each.name} {getattr(each.target, '__qualname__', each.target)}"
+            for each in self.traced.graphs[True].nodes
+        )
         state = f"{self.names} ({digest(graph)}, {digest(str([*self.forms.items()]))})"
         ranks = f"{self.traced.owners} {self.traced.wanted[True]}"
         options = f"micro_batches={self.micro_batches}, {self.settings.text}"
