@@ -195,6 +195,7 @@ def by_optimizer(args, data, device):
     """Train with an optimizer that communicates."""
     net = gpt().to(device)
     options = {"codec": args.codec} if args.codec else {}
+    options |= {"warmup_steps": args.steps // 4} if args.kind == "onebit-adam" else {}
     optimizer = OPTIMIZERS[args.kind](net.parameters(), args.lr, **options)
     return train(net, optimizer, data, rank_part), net.state_dict()
 
