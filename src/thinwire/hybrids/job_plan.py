@@ -36,8 +36,9 @@ Layout: TypeAlias = Literal["whole", "columns", "sequence"]
 
 def said(text: str, **more: Any) -> Any:
     """A field of a plan, with the text of its row in the docs and in the schema."""
-    needed = {"needed_in_files": True} if more.pop("needed_in_files", False) else {}
-    return field(metadata={"help": text, **needed}, **more)
+    metadata: dict[str, Any] = {"help": text}
+    metadata |= {name: more.pop(name) for name in ("needed_in_files", "hint") if name in more}
+    return field(metadata=metadata, **more)
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,18 @@ class Split:
 class TensorAxis:
     """Tensor parallelism: every rank along the axis holds columns or rows of the same layers."""
 
-    modules: Table[Split] = said("patterns of modules, and the style of each")
+    modules: Mapping[str, Any] = said("patterns of modules, and the style of each", hint=Table[Split])
     forward: str = said("of activations: a codec", default=EXACT)
     backward: str = said("of their gradients: a codec", default=EXACT)
 
     def __post_init__(self) -> None:
         splits = {
-            name: Split(split) if isinstance(split, str) else split for name, split in self.modules.items()
+            name: Split(**split)
+            if isinstance(split, dict)
+            else Split(split)
+            if isinstance(split, str)
+            else split
+            for name, split in self.modules.items()
         }
         object.__setattr__(self, "modules", Table(splits))
         _check_activations(self)
@@ -113,7 +119,9 @@ class TensorAxis:
 class PlacedAxis:
     """Placement: the ranks along the axis compute different modules, for the same samples."""
 
-    modules: Table[Rank] = said("patterns of modules, and the rank along the axis that computes each")
+    modules: Mapping[str, int] = said(
+        "patterns of modules, and the rank along the axis that computes each", hint=Table[Rank]
+    )
     forward: str = said("of activations: a codec", default=EXACT)
     backward: str = said("of their gradients: a codec", default=EXACT)
     micro_batches: Count = said("parts of a batch that follow each other through the ranks", default=1)
@@ -149,7 +157,9 @@ class JobPlan:
     (4, 2)
     """
 
-    mesh: Table[Count] = said("axes and the number of ranks along each, from the outermost")
+    mesh: Mapping[str, int] = said(
+        "axes and the number of ranks along each, from the outermost", hint=Table[Count]
+    )
     replicate: ReplicateAxis | None = said("for an axis `replicate`", default=None)
     shard: ShardAxis | None = said("for an axis `shard`", default=None)
     placed: PlacedAxis | None = said("for an axis `placed`", default=None)
@@ -329,8 +339,15 @@ def _entry(value: Any) -> Any:
         return value
     given = {each.name: getattr(value, each.name) for each in fields(value)}
     given = {name: one for name, one in given.items() if one is not None}
-    short = getattr(value, "SHORT", None)
+    short: str = getattr(value, "SHORT", "")
     return given[short] if list(given) == [short] else given
+
+
+def _split(given: "Split | Style | Mapping[str, Any]") -> Split:
+    if isinstance(given, Split):
+        return given
+    entries: Mapping[str, Any] = given if isinstance(given, Mapping) else {Split.SHORT: given}
+    return Split(**entries)
 
 
 def _check_word(name: str, value: object, words: Any) -> None:
