@@ -315,8 +315,6 @@ def _check_combination(plan: JobPlan) -> None:
             raise InputError("FSDP needs 'replicate' before 'shard' in the mesh: change their order")
         if "tensor" in axes and "tensor" not in after:
             raise InputError("FSDP needs 'shard' before 'tensor' in the mesh: change their order")
-        if "tensor" in axes and "replicate" in axes and axes != ["replicate", "shard", "tensor"]:
-            raise InputError("these three axes have one order: replicate, shard, tensor")
 
 
 def _section(name: str, part: Any) -> list[str]:
