@@ -253,7 +253,7 @@ def wide_losses(net, part=lambda x: x, steps=4):
 
 
 def codecs_on_all_axes(rank):
-    """Every rank sends its half of the split weights by int8, and small ones in float32; copies stay equal."""
+    """Every rank sends its half of the split weights by int8, and small ones in float32."""
     del rank
     modules, sent, weights = {"0": "column", "2": "row"}, {}, {}
     for codec in ("fp32", "int8/64"):

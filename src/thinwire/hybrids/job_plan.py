@@ -101,14 +101,7 @@ class TensorAxis:
     backward: str = said("of their gradients: a codec", default=EXACT)
 
     def __post_init__(self) -> None:
-        splits = {
-            name: Split(**split)
-            if isinstance(split, dict)
-            else Split(split)
-            if isinstance(split, str)
-            else split
-            for name, split in self.modules.items()
-        }
+        splits = {name: _split(each) for name, each in self.modules.items()}
         object.__setattr__(self, "modules", Table(splits))
         _check_activations(self)
         if not self.modules:
