@@ -126,7 +126,7 @@ PLANS = {
     ),
     "order": JobPlan(
         {"tensor": 2, "replicate": 2},
-        ReplicateAxis("auto"),
+        ReplicateAxis("qsgd4"),
         tensor=TensorAxis({"z": Split("gather"), "a b": "sequence"}, backward="bf16"),
         predicted=Predicted(1 / 3, "mine"),
     ),
@@ -160,6 +160,9 @@ def test_axes_that_do_not_work_together_are_refused():
             JobPlan(mesh, **axes)
     with pytest.raises(InputError, match="'a' is on rank 2, and the axis has 2 ranks: 0 to 1"):
         JobPlan({"placed": 2}, placed=PlacedAxis({"a": 2}))
+    for codec in ("auto", "ladder"):
+        with pytest.raises(InputError, match=f"replicate.codec = '{codec}' chooses codecs by gradients"):
+            JobPlan({"replicate": 2, "tensor": 2}, ReplicateAxis(codec), tensor=tensor)
     with pytest.raises(InputError, match="modules is empty"):
         TensorAxis({})
 

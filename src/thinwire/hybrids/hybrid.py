@@ -19,7 +19,7 @@ from thinwire.errors import CommError, InputError
 from thinwire.hybrids import data_parallel, norms, placing, splits, weights
 from thinwire.hybrids.batches import activate, samples_of, sliced
 from thinwire.hybrids.job_plan import JobPlan
-from thinwire.hybrids.names import listed, matching
+from thinwire.hybrids.names import listed
 from thinwire.hybrids.placing import Placed
 from thinwire.hybrids.weights import Layout, local
 from thinwire.integrations.handle import Handle
@@ -180,7 +180,6 @@ def apply(model: nn.Module, job_plan: JobPlan | str | Path, *, seed: int = 0) ->
     plan.check_world(dist.get_world_size())
     device = _device(model)
     chosen = splits.splits_of(model, plan.tensor, plan.size("tensor")) if plan.tensor else {}
-    places = matching(model, plan.placed.modules, "placed.modules") if plan.placed else {}
     if plan.shard is not None:
         listed(model, plan.shard.modules, "shard.modules")  # raises before anything is sent
     _compare(model, plan, seed, device)
@@ -196,7 +195,7 @@ def apply(model: nn.Module, job_plan: JobPlan | str | Path, *, seed: int = 0) ->
         keep = plan.shard is None
         hybrid._layouts |= splits.split(model, mesh, plan.tensor, chosen, keep=keep)
     if plan.placed is not None:
-        hybrid.placed = placing.place(model, hybrid.mesh["placed"], plan.placed, places)
+        hybrid.placed = placing.place(model, hybrid.mesh["placed"], plan.placed)
         for each in set(hybrid._before.values()) - set(model.parameters()):
             each.data = each.data.new_empty(0)  # another rank has it
     with telling(dist.get_rank() == 0):

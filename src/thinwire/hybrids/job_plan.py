@@ -113,7 +113,7 @@ class PlacedAxis:
     """Placement: the ranks along the axis compute different modules, for the same samples."""
 
     modules: Mapping[str, int] = said(
-        "patterns of modules, and the rank along the axis that computes each", hint=Table[Rank]
+        "names or patterns, as `Placed` takes them, and the rank along the axis of each", hint=Table[Rank]
     )
     forward: str = said("of activations: a codec", default=EXACT)
     backward: str = said("of their gradients: a codec", default=EXACT)
@@ -259,6 +259,7 @@ class JobPlan:
                         f"ranks: 0 to {self.size('placed') - 1}"
                     )
         _check_combination(self)
+        _check_choices(self)
 
 
 def schema() -> dict[str, Any]:
@@ -308,6 +309,19 @@ def _check_combination(plan: JobPlan) -> None:
             raise InputError("FSDP needs 'replicate' before 'shard' in the mesh: change their order")
         if "tensor" in axes and "tensor" not in after:
             raise InputError("FSDP needs 'shard' before 'tensor' in the mesh: change their order")
+
+
+def _check_choices(plan: JobPlan) -> None:
+    """Refuse codecs that ranks choose by their own gradients, where ranks have copies of a weight."""
+    for axis in ("replicate", "shard"):
+        part = getattr(plan, axis)
+        if part is None or plan.size("tensor") == 1:
+            continue
+        if part.codec == "auto" or policy.get(part.codec).ladder is not None:
+            raise InputError(
+                f"{axis}.codec = '{part.codec}' chooses codecs by gradients, of which ranks along 'tensor' have "
+                "different parts: their copies of what is not split would drift apart; name a codec"
+            )
 
 
 def _section(name: str, part: Any) -> list[str]:

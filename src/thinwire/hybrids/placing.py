@@ -19,11 +19,11 @@ class Placed(parallel.Placed):
         return {name: each for name, each in state.items() if name in mine}
 
 
-def place(model: nn.Module, mesh: DeviceMesh, axis: PlacedAxis, places: Mapping[str, int]) -> Placed:
+def place(model: nn.Module, mesh: DeviceMesh, axis: PlacedAxis) -> Placed:
     """Put modules on the ranks of a mesh of one dimension; calling the model stays as it is."""
     placed = Placed(
         model,
-        places,
+        axis.modules,
         group=mesh.get_group(),
         forward=None if axis.forward == EXACT else axis.forward,
         backward=None if axis.backward == EXACT else axis.backward,
