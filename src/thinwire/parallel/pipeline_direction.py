@@ -20,7 +20,7 @@ from thinwire.codecs import Codec
 from thinwire.errors import InputError
 from thinwire.parallel.pipeline_agreement import Agreement, Shape, described
 from thinwire.parallel.pipeline_delta import Kept, Place
-from thinwire.parallel.pipeline_settings import FORWARD, SMALL, Settings, fitting
+from thinwire.parallel.pipeline_settings import FORWARD, Settings, fitting, warm
 from thinwire.rounding import Stream
 
 SENT, RECEIVED = "sent", "received"
@@ -72,14 +72,8 @@ class Direction:
 
     def warm(self) -> None:
         """Compile the loops of the codecs now, and not while another rank waits for the first message."""
-        device = torch.device(self.stage.device)
-        codecs = [each for each in (self.codec, self.settings.first) if each is not None]
-        if device.type not in ("cpu", "cuda"):
-            return
-        for codec in codecs:
-            values = torch.ones(SMALL, device=device)
-            wire = codec.encode(values, Stream(0) if codec.needs_rng else None)
-            codec.decode_add(wire, codec.decode(wire, SMALL))
+        for codec in (self.codec, self.settings.first):
+            warm(codec, torch.device(self.stage.device))
 
     def begin_step(self, step: int) -> None:
         """Count a step, and take the name of its samples."""

@@ -12,6 +12,7 @@ from thinwire.codecs import get as get_codec
 from thinwire.codecs.base import INPUT_DTYPES
 from thinwire.codecs.own import identity
 from thinwire.errors import CodecError, InputError
+from thinwire.rounding import Stream
 
 FORWARD, BACKWARD = "forward", "backward"
 SMALL = 1024  #: elements below which a tensor is sent as it is
@@ -120,3 +121,12 @@ def fitting(codec: Codec | None, shape: tuple[int, ...], dtype: torch.dtype) -> 
     if codec.nbytes(numel) >= numel * dtype.itemsize:
         return None, "no smaller when encoded"
     return codec, ""
+
+
+def warm(codec: Codec | None, device: torch.device) -> None:
+    """Compile the loops of a codec now, and not while another rank waits for a message."""
+    if codec is None or device.type not in ("cpu", "cuda"):
+        return
+    values = torch.ones(SMALL, device=device)
+    wire = codec.encode(values, Stream(0) if codec.needs_rng else None)
+    codec.decode_add(wire, codec.decode(wire, SMALL))

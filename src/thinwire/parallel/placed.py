@@ -12,23 +12,24 @@ from torch.autograd.function import once_differentiable
 from thinwire.codecs import AnySpec
 from thinwire.errors import CommError
 from thinwire.outside import outside_of_graphs
-from thinwire.parallel.placed_agreement import agree
-from thinwire.parallel.placed_engine import Engine, Run
+from thinwire.parallel.placed_agreement import agree, connect, device_of
+from thinwire.parallel.placed_engine import Engine
 from thinwire.parallel.placed_graph import traced
 from thinwire.parallel.placed_names import checked
+from thinwire.parallel.placed_run import Run
 
 
 class Placed(nn.Module):
     """A network whose parts run on different ranks of a group.
 
-    All ranks of the group call it with the same inputs, and all get its outputs. Every rank keeps only its own
-    parameters and buffers, and frees all others, also in `module` itself.
+    All ranks of the group call it with the same inputs, and all get its outputs. Every rank keeps only its
+    own parameters and buffers, and frees all others, also in `module` itself.
 
     module: the whole network, the same on all ranks; torch.fx must be able to trace what its parts are
         called from.
     placement: the rank in the group of modules, by name; by the beginning of names, or a pattern such as
-        "blocks.[0-5]", for several. The key with the most letters wins. Operations may be named too, as in
-        `operations()`.
+        "blocks.[0-5]", for several. The key with the most letters wins. Operations of torch.fx may be named
+        too, such as "add_1".
     forward, backward: codecs for what ranks send each other, and for gradients; None sends as it is.
     micro_batches: parts in which inputs are cut along dimension 0, so that ranks work at the same time.
     example: inputs, a tuple or a dictionary, for which to plan now instead of at the first call.
@@ -51,37 +52,35 @@ class Placed(nn.Module):
         here = dist.group.WORLD if group is None and dist.is_initialized() else group
         if not isinstance(here, dist.ProcessGroup):
             raise CommError("Placed needs a process group; call torch.distributed.init_process_group first")
-        engine = agree(
-            here,
-            lambda: Engine.of(
-                module,
-                traced(module, checked(placement, here.size())),
-                here,
-                forward,
-                backward,
-                micro_batches,
-            ),
-            _device(module),
-        )
+        device = device_of(here, (*module.parameters(), *module.buffers()))
+
+        def make() -> Engine:
+            parts = traced(module, checked(placement, here.size()))
+            return Engine.of(module, parts, here, forward, backward, micro_batches)
+
+        engine = agree(here, make, device)
+        connect(here, device)
         engine.record.on = record
-        self._modules.update(module._modules)
-        self._parameters.update(module._parameters)
-        self._buffers.update(module._buffers)
-        self._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for part in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[part] = module.__dict__[part]  # shared, so that both let go of what others have
         self.training = module.training
         self.__dict__["_engine"] = engine
         self.__dict__["_signature"] = inspect.signature(module.forward)
-        engine.own(self)
+        engine.own(module)
         self._register_load_state_dict_pre_hook(engine.hook(), with_module=True)
         if example is not None:
             args, options = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
             engine.plan(self._bound(args, options), self.training)
 
+    _engine: Engine
+    _signature: inspect.Signature
+
     @outside_of_graphs
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run the network: on all ranks of the group, with the same inputs."""
-        run = self._engine.run(self._bound(args, options), self.training)
-        return run.result(_Through.apply(run, run.engine.anchor, *run.tensors))  # type: ignore[no-untyped-call]
+        engine, inputs = self._engine, self._bound(args, options)
+        run = Run(engine, engine.plan(inputs, self.training), inputs)
+        return run.result(_Through.apply(run, engine.anchor, *run.tensors))
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank has sent: messages and bytes, forward and backward."""
@@ -102,7 +101,7 @@ class Placed(nn.Module):
         """Return the whole network's state: on all ranks of the group, or on one; elsewhere an empty one."""
         return self._engine.gathered(self, rank)
 
-    def _bound(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    def _bound(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -129,7 +128,3 @@ class _Through(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.run.backward(gradients)
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))

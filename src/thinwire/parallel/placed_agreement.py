@@ -1,12 +1,13 @@
 """Ranks compare what they were told, and raise the same error if it differs or if one of them refuses."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives import all_reduce
 from thinwire.errors import ThinwireError
 from thinwire.runtimes.job import Call
 from thinwire.runtimes.process_group import runtime_of
@@ -37,6 +38,23 @@ def agree(group: dist.ProcessGroup, make: Callable[[], T], device: torch.device)
         assert refused is not None
         raise refused
     return made
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let NCCL connect all ranks now: the first message between two of them would wait for all others."""
+    if runtime_of(group, device).on_streams:
+        all_reduce(torch.zeros(1, device=device), "fp32", group=group)
+
+
+def device_of(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of tensors if the group can send from there, else one from which it can."""
+    kinds = [torch.device(each).type for each in group._device_types]
+    device = next((x.device for x in tensors), torch.device(kinds[0]))
+    if device.type in kinds:
+        return device
+    return (
+        torch.device(kinds[0], torch.cuda.current_device()) if kinds[0] == "cuda" else torch.device(kinds[0])
+    )
 
 
 def digest(text: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from thinwire.errors import InputError
@@ -36,12 +36,20 @@ def cut_up(inputs: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, An
     if len(sizes) == 1:
         return [dict(inputs)]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        pytree.tree_map_only(
-            Tensor, lambda x, at=start, n=size: x.narrow(0, at, n) if x.dim() else x, dict(inputs)
-        )
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    return [_rows(dict(inputs), start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _rows(inputs: dict[str, Any], start: int, size: int) -> dict[str, Any]:
+    def cut(x: Tensor) -> Tensor:
+        return x.narrow(0, start, size) if x.dim() else x
+
+    rows: dict[str, Any] = pytree.tree_map_only(Tensor, cut, inputs)
+    return rows
+
+
+def by_node(graph: fx.Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs by the names of their operations in the graph."""
+    return {node.name: inputs[str(node.target)] for node in graph.nodes if node.op == "placeholder"}
 
 
 def joined(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

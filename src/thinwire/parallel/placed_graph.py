@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from thinwire.errors import InputError
+from thinwire.errors import InputError, unknown
 from thinwire.parallel.placed_names import Names
 
+OWN = ("call_function", "call_method", "call_module", "get_attr")  #: operations that a rank can be given
 TORCH = str(Path(torch.__file__).parent)
 
 
@@ -25,7 +25,7 @@ class Traced:
     """The graphs of a network for training and for evaluation, and the ranks that were asked for."""
 
     graphs: dict[bool, fx.Graph]  #: by whether the network trains
-    wanted: dict[str, int]  #: the ranks of operations that have one, by name
+    wanted: dict[bool, dict[str, int]]  #: the ranks of operations that have one, by name
     owners: dict[str, int]  #: the ranks of parameters and buffers, by name
 
 
@@ -40,25 +40,44 @@ class _Tracer(fx.Tracer):
 
 def traced(module: nn.Module, names: Names) -> Traced:
     """Trace a network, and find the rank of each of its parts; refuse what has no rank."""
+    known = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    known += [name for name, _ in _state(module)]
+    named = names.unknown(known)
+    graphs = _graphs(module, set()) if named else {}
+    operations = _operations(graphs, names, known, named)
     owners = _owners(module, names)
     modules = {name: names.rank_of(name) for name, _ in module.named_modules(remove_duplicate=False) if name}
-    by_operation = set(names.ranks) - names.used
-    whole = set() if by_operation else _whole(module, modules, owners)
-    graphs = {mode: _trace(module, whole, mode) for mode in (True, False)}
-    wanted: dict[str, int] = {}
-    for graph in graphs.values():
-        for node in graph.nodes:
-            rank = _wanted(node, module, modules, owners)
-            by_name = names.rank_of(node.name) if by_operation and node.op in _MOVABLE else None
-            rank = by_name if rank is None else rank
-            if rank is not None:
-                wanted[node.name] = rank
-    operations = [node.name for node in graphs[True].nodes if node.op in _MOVABLE]
-    names.check_used([*modules, *owners, *operations])
+    graphs = graphs or _graphs(module, _whole(module, modules, owners))
+    wanted = {
+        mode: operations | {
+            node.name: rank for node in graph.nodes
+            if (rank := _wanted(node, module, modules, owners)) is not None
+        }
+        for mode, graph in graphs.items()
+    }  # fmt: skip
     return Traced(graphs, wanted, owners)
 
 
-_MOVABLE = ("call_function", "call_method", "call_module")
+def _graphs(module: nn.Module, whole: set[str]) -> dict[bool, fx.Graph]:
+    return {mode: _trace(module, whole, mode) for mode in (True, False)}
+
+
+def _operations(
+    graphs: dict[bool, fx.Graph], names: Names, known: list[str], keys: list[str]
+) -> dict[str, int]:
+    """Return the ranks of operations that are named; a module or parameter goes where its operation does."""
+    nodes = {node.name: node for graph in graphs.values() for node in graph.nodes if node.op in OWN}
+    operations = {}
+    for key in keys:
+        if key not in nodes:
+            listing = "it is no name of named_modules(), nor of an operation"
+            raise InputError(f"placement: {unknown('name', key, [*known, *nodes], listing)}")
+        node, rank = nodes[key], names.ranks[key]
+        if node.op in ("call_module", "get_attr"):
+            names.add(str(node.target), rank, key)
+        else:
+            operations[key] = rank
+    return operations
 
 
 def _owners(module: nn.Module, names: Names) -> dict[str, int]:
@@ -154,18 +173,3 @@ def _line(error: BaseException) -> str:
 def inputs_of(node: fx.Node) -> list[fx.Node]:
     """Return the operations whose values an operation uses, each once."""
     return list(node.all_input_nodes)
-
-
-def writes(node: fx.Node, module: nn.Module) -> bool:
-    """Whether an operation may change its inputs in place."""
-    if node.op == "call_module":
-        return any(
-            getattr(each, "inplace", False) for each in module.get_submodule(str(node.target)).modules()
-        )
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return node.op in _MOVABLE and (in_place or bool(_option(node, "inplace")))
-
-
-def _option(node: fx.Node, name: str) -> Any:
-    return node.kwargs.get(name)

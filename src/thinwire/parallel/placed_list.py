@@ -1,26 +1,14 @@
 """The one list of computations and messages that all ranks walk, forward and backward.
 
-The list comes from a simulation with rough speeds: whenever a rank is free, it takes what can begin first, of
-the earliest micro-batch. So ranks with independent branches work at the same time, and micro-batches fill a
-pipeline. Only the order counts, not the times.
+Every rank computes its own part of the list, and sends or receives the messages that are its own. A message
+stands right behind what it sends, so that ranks meet in one order and never wait for each other in a circle.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import fx
-
-from thinwire.parallel.placed_graph import inputs_of
-from thinwire.parallel.placed_ranks import Ranks
-from thinwire.parallel.placed_values import Value
-
-SHARED = -1  #: the micro-batch of parameters: all others use them
-FLOPS, MEMORY, WIRE, LATENCY_S = 1e12, 1e11, 5e9, 2e-5  #: rough speeds of a rank and of a link, in SI units
-
-Spot: TypeAlias = tuple[str, int]  #: an operation's value, of a micro-batch
-Task: TypeAlias = tuple[int, int, int]  #: micro-batch, place of the operation in its graph, rank
+from thinwire.parallel.placed_order import Program, Spot, Task, order_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,44 +48,9 @@ class Lists:
     backward: tuple[Item, ...]
 
 
-class Program:
-    """What is known of a network for some inputs: its graph, the values of each micro-batch, and their ranks."""
-
-    def __init__(
-        self, graph: fx.Graph, values: Sequence[Mapping[str, Value]], ranks: Mapping[str, Ranks], world: int
-    ) -> None:
-        self.graph, self.values, self.ranks, self.world = graph, values, ranks, world
-        self.nodes = {each.name: each for each in graph.nodes}
-        self.order = [
-            each
-            for each in graph.nodes
-            if each.op != "placeholder" and each.name in ranks and ranks[each.name]
-        ]
-        self.shared = {each.name for each in graph.nodes if each.op == "get_attr"}
-        self.outputs = [each.name for each in inputs_of(next(reversed(graph.nodes)))]
-        known = {each.name for each in self.order}
-        self.random = any(values[0][name].random for name in known)
-        self.inputs = {each.name: [i.name for i in inputs_of(each) if i.name in known] for each in self.order}
-
-    @property
-    def chunks(self) -> int:
-        return len(self.values)
-
-    def value(self, spot: Spot) -> Value:
-        return self.values[max(spot[1], 0)][spot[0]]
-
-    def spot(self, name: str, chunk: int) -> Spot:
-        """Return where an operation of a micro-batch finds a value."""
-        return name, SHARED if name in self.shared else chunk
-
-    def seconds(self, spot: Spot) -> float:
-        value = self.value(spot)
-        return value.flops / FLOPS + value.nbytes / MEMORY + 1e-6
-
-
 def lists(program: Program) -> Lists:
     """Return the lists of a program."""
-    tasks = _simulated(program)
+    tasks = order_of(program)
     wants = _destinations(program)
     segments = _segments(program, tasks, wants)
     forward: list[Item] = []
@@ -124,48 +77,6 @@ def _destinations(program: Program) -> dict[Spot, tuple[int, ...]]:
         for chunk in range(program.chunks)
         for name, ranks in users.items()
     }
-
-
-def _simulated(program: Program) -> list[Task]:
-    """Return all computations in the order in which a simulation begins them."""
-    order = program.order
-    place = {node.name: i for i, node in enumerate(order)}
-    users: dict[str, list[str]] = {node.name: [] for node in order}
-    for node in order:
-        for name in program.inputs[node.name]:
-            users[name].append(node.name)
-    waits: dict[Task, int] = {}
-    ready: dict[Task, float] = {}
-    for i, node in enumerate(order):
-        for chunk in (SHARED,) if node.name in program.shared else range(program.chunks):
-            for rank in program.ranks[node.name]:
-                waits[chunk, i, rank] = len(program.inputs[node.name])
-                ready[chunk, i, rank] = 0.0
-    free = [0.0] * program.world
-    open_tasks = [(0.0, task) for task, count in waits.items() if not count]
-    heapq.heapify(open_tasks)
-    done: list[Task] = []
-    while open_tasks:
-        start, task = heapq.heappop(open_tasks)
-        chunk, i, rank = task
-        if start < free[rank]:  # the rank is busy until then
-            heapq.heappush(open_tasks, (free[rank], task))
-            continue
-        done.append(task)
-        name = order[i].name
-        end = free[rank] = start + program.seconds((name, chunk))
-        sent = end + LATENCY_S + program.value((name, chunk)).nbytes / WIRE
-        for user in users[name]:
-            for other in (chunk,) if chunk != SHARED else range(program.chunks):
-                for to in program.ranks[user]:
-                    if to != rank and len(program.ranks[name]) > 1:
-                        continue  # that rank computes it itself
-                    later = other, place[user], to
-                    waits[later] -= 1
-                    ready[later] = max(ready[later], end if to == rank else sent)
-                    if not waits[later]:
-                        heapq.heappush(open_tasks, (ready[later], later))
-    return done
 
 
 def _segments(

@@ -7,20 +7,19 @@ should.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from thinwire.errors import InputError, unknown
+from thinwire.errors import InputError
 
 WILD = re.compile(r"\[[^\]]*\]|[*?]")
 
 
 @dataclass
 class Names:
-    """The keys of a placement, and which of them have matched a name."""
+    """The keys of a placement."""
 
-    ranks: Mapping[str, int]
-    used: set[str] = field(default_factory=set)
+    ranks: dict[str, int]
 
     def rank_of(self, name: str) -> int | None:
         """Return the rank of a name; None if no key matches.
@@ -32,7 +31,6 @@ class Names:
         matching = [key for key in self.ranks if matches(key, name)]
         if not matching:
             return None
-        self.used.update(matching)
         best = max(weight(key) for key in matching)
         winners = [key for key in matching if weight(key) == best]
         if len({self.ranks[key] for key in winners}) > 1:
@@ -40,12 +38,18 @@ class Names:
             raise InputError(f"placement: {both} match '{name}' equally well; give that name a rank itself")
         return self.ranks[winners[0]]
 
-    def check_used(self, known: Iterable[str]) -> None:
-        """Refuse keys that matched nothing."""
-        for key in self.ranks:
-            if key not in self.used:
-                listing = "names are those of named_modules(), or of operations in Placed.operations()"
-                raise InputError(f"placement: {unknown('name', key, known, listing)}")
+    def unknown(self, known: Iterable[str]) -> list[str]:
+        """Return the keys that match none of the names."""
+        names = list(known)
+        return [key for key in self.ranks if not any(matches(key, name) for name in names)]
+
+    def add(self, name: str, rank: int, key: str) -> None:
+        """Place a module or parameter by the name of its operation."""
+        if self.ranks.setdefault(name, rank) != rank:
+            raise InputError(
+                f"placement: operation '{key}' on rank {rank} is '{name}', "
+                f"which is on rank {self.ranks[name]}"
+            )
 
 
 def checked(placement: Mapping[str, int], world: int) -> Names:

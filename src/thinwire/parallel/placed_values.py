@@ -5,8 +5,8 @@ it will receive. Nothing is said about them at run time.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Value:
     tree: pytree.TreeSpec
     flops: float = 0.0
     random: bool = False  #: whether the operation draws random numbers
+    writes: bool = False  #: whether the operation changes its inputs in place
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -89,16 +90,20 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.module = self._copied(module, lambda x: x)
+
+    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Do what `Module.to` and its kin do."""
+        self.module = self._copied(self.module, function)
+
+    def _copied(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
         memo: dict[int, Any] = {}
         with self.mode:
             for x in (*module.parameters(), *module.buffers()):
-                memo[id(x)] = _like(x)
-            self.module = copy.deepcopy(module, memo)
-
-    def convert(self, function: Any) -> None:
-        """Do what `Module.to` and its kin do."""
-        with self.mode:
-            self.module._apply(function)
+                fake = function(_like(x.detach()))
+                is_parameter = isinstance(x, nn.Parameter)
+                memo[id(x)] = nn.Parameter(fake, requires_grad=x.requires_grad) if is_parameter else fake
+        return copy.deepcopy(module, memo)
 
     def values(self, graph: fx.Graph, inputs: Mapping[str, Any], training: bool) -> dict[str, Value]:
         """Return the value of every operation for some inputs, by placeholder."""
@@ -112,8 +117,6 @@ class Skeleton:
 
 def _like(x: Tensor) -> Tensor:
     fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    if isinstance(x, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=x.requires_grad)
     return fake.requires_grad_(x.requires_grad)
 
 
@@ -133,6 +136,7 @@ class _Run(fx.Interpreter):
             return out
         if n.op == "output":
             return None
+        before = {each: _versions(value) for each, value in self.env.items()}
         try:
             with FlopCounterMode(display=False) as flops, _Notes() as notes:
                 out = super().run_node(n)
@@ -140,13 +144,29 @@ class _Run(fx.Interpreter):
             raise InputError(
                 f"the shape of '{n.name}' ({n.target}) does not follow from the shapes of the inputs: {error}"
             ) from error
-        self.found[n.name] = described(out, float(flops.get_total_flops()), notes.random)
+        changed = {each for each, versions in before.items() if versions != _versions(self.env[each])}
+        _check_written(n, changed)
+        flow = float(flops.get_total_flops())
+        self.found[n.name] = replace(described(out), flops=flow, random=notes.random, writes=bool(changed))
         return out
 
 
-def described(value: Any, flops: float = 0.0, random: bool = False) -> Value:
+def _versions(value: Any) -> list[int]:
+    return [x._version for x in tensors_of(value)]
+
+
+def _check_written(node: fx.Node, changed: set[fx.Node]) -> None:
+    """Refuse to change in place what others use too: the graph does not say who comes first."""
+    for each in changed:
+        others = [user.name for user in each.users if user is not node and user not in changed]
+        if others:
+            raise InputError(
+                f"'{node.name}' changes '{each.name}' in place, but '{others[0]}' uses that too; let it "
+                "return a new tensor, for example with inplace=False"
+            )
+
+
+def described(value: Any) -> Value:
     """Return what is kept of a value."""
     leaves, tree = pytree.tree_flatten(value)
-    return Value(
-        tuple(Form.of(each) if isinstance(each, Tensor) else each for each in leaves), tree, flops, random
-    )
+    return Value(tuple(Form.of(each) if isinstance(each, Tensor) else each for each in leaves), tree)

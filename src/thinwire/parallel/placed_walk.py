@@ -1,8 +1,8 @@
 """One rank's walk along the list: it computes its segments, sends what others need, and the way back.
 
 The graphs of autograd end at segments: what a segment gets is detached, and its gradient is added up until
-the walk back reaches the segment that made it. So messages keep the order of the list, whatever order autograd
-likes, and no computation runs backward twice.
+the walk back reaches the segment that made it. So messages keep the order of the list, whatever the order of
+autograd, and no computation runs backward twice.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 
 from thinwire.errors import InputError
 from thinwire.parallel.pipeline_settings import BACKWARD, FORWARD
-from thinwire.parallel.placed_list import Lists, Message, Program, Segment, Spot
+from thinwire.parallel.placed_list import Lists, Message, Segment
+from thinwire.parallel.placed_order import Program, Spot
 from thinwire.parallel.placed_post import Arrival, Post
 from thinwire.parallel.placed_record import Record
 from thinwire.parallel.placed_values import Form, tensors_of
@@ -55,7 +56,7 @@ class Walker:
     post: Post
     record: Record
     early: bool  #: whether receives may be posted before their turn
-    writers: frozenset[str]  #: operations that may change their inputs
+    shapes: str  #: of the inputs, in words: part of the name of every message
 
     def forward(self, inputs: Sequence[Mapping[str, Any]], grad: bool, seed: int) -> Tape:
         """Compute this rank's part; the tape has the outputs."""
@@ -64,19 +65,14 @@ class Walker:
             for name, value in each.items():
                 tape.leaves[name, chunk] = _cut(tensors_of(value), grad)
         coming: dict[Spot, Arrival] = {}
-        if self.early:
-            for item in self.lists.forward:
-                self._expect(item, coming)
+        for item in self.lists.forward if self.early else ():
+            self._expect(item, coming)
         for item in self.lists.forward:
             if isinstance(item, Segment):
-                if item.rank == self.post.rank:
-                    self._compute(item, tape, coming)
-            elif item.source == self.post.rank:
-                with self.record.span("send", item.node, item.chunk):
-                    self.post.send(
-                        tape.leaves[item.spot], item.to, FORWARD, _named(item), exact=self._exact(item)
-                    )
-            elif not self.early:
+                self._compute(item, tape, coming)
+                continue
+            self._send(item, tape)
+            if not self.early:
                 self._expect(item, coming)
         for spot in list(coming):
             self._arrive(spot, tape, coming)
@@ -86,20 +82,14 @@ class Walker:
 
     def backward(self, tape: Tape, gradients: Gradients) -> None:
         """Walk back: add to `gradients`, which begins with those of the outputs."""
-        if tape.spent:
-            raise InputError("this output of Placed went backward before; call the network again")
-        tape.spent = True
-        back = self.lists.backward
-        if self.early:
-            for item in back:
-                self._expect_gradient(item, gradients)
-        for item in back:
+        for item in self.lists.backward if self.early else ():
+            self._expect_gradient(item, gradients)
+        for item in self.lists.backward:
             if isinstance(item, Segment):
-                if item.rank == self.post.rank:
-                    self._back(item, tape, gradients)
-            elif item.to == self.post.rank:
-                self._send_gradient(item, tape, gradients)
-            elif not self.early:
+                self._back(item, tape, gradients)
+                continue
+            self._send_gradient(item, tape, gradients)
+            if not self.early:
                 self._expect_gradient(item, gradients)
         with self.record.span("wait", "sends", -1):
             self.post.settle()
@@ -111,8 +101,14 @@ class Walker:
         if isinstance(item, Message) and item.to == self.post.rank:
             forms = self.program.value(item.spot).forms
             coming[item.spot] = self.post.receive(
-                forms, item.source, FORWARD, _named(item), exact=self._exact(item)
+                forms, item.source, FORWARD, self._named(item), exact=self._exact(item)
             )
+
+    def _send(self, item: Message, tape: Tape) -> None:
+        if item.source == self.post.rank:
+            with self.record.span("send", item.node, item.chunk):
+                tensors = tape.leaves[item.spot]
+                self.post.send(tensors, item.to, FORWARD, self._named(item), exact=self._exact(item))
 
     def _exact(self, item: Message) -> bool:
         return item.node in self.program.outputs
@@ -128,6 +124,8 @@ class Walker:
             )
 
     def _compute(self, segment: Segment, tape: Tape, coming: dict[Spot, Arrival]) -> None:
+        if segment.rank != self.post.rank:
+            return
         for spot in segment.uses:
             self._arrive(spot, tape, coming)
         made: dict[str, Any] = {}
@@ -156,12 +154,14 @@ class Walker:
                 return value.filled(())
             leaves = tape.leaves[spot]
             used.update({(spot, i): x for i, x in enumerate(leaves) if x.requires_grad})
-            return value.filled([x.clone() for x in leaves] if name in self.writers else leaves)
+            return value.filled(
+                [x.clone() for x in leaves] if self.program.value((name, 0)).writes else leaves
+            )
 
         args, options = fx.node.map_arg(node.args, load), fx.node.map_arg(node.kwargs, load)
         with self._draws(name, segment.chunk, tape.seed):
             if node.op == "call_function":
-                return node.target(*args, **options)  # type: ignore[operator]
+                return node.target(*args, **options)
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **options)
             part = fetched(self.module, str(node.target))
@@ -194,10 +194,12 @@ class Walker:
     def _expect_gradient(self, item: Segment | Message, gradients: Gradients) -> None:
         if isinstance(item, Message) and item.source == self.post.rank:
             forms = [form for form in self.program.value(item.spot).forms if form.grad]
-            arrival = self.post.receive(forms, item.to, BACKWARD, _named(item), exact=False)
+            arrival = self.post.receive(forms, item.to, BACKWARD, self._named(item), exact=False)
             gradients.coming.setdefault(item.spot, []).append(arrival)
 
     def _send_gradient(self, item: Message, tape: Tape, gradients: Gradients) -> None:
+        if item.to != self.post.rank:
+            return
         keys = [(item.spot, i) for i, form in enumerate(self.program.value(item.spot).forms) if form.grad]
         tensors = [
             gradients.values.pop(key)
@@ -206,9 +208,11 @@ class Walker:
             for key in keys
         ]
         with self.record.span("send", item.node, item.chunk):
-            self.post.send(tensors, item.source, BACKWARD, _named(item), exact=False)
+            self.post.send(tensors, item.source, BACKWARD, self._named(item), exact=False)
 
     def _back(self, segment: Segment, tape: Tape, gradients: Gradients) -> None:
+        if segment.rank != self.post.rank:
+            return
         made, used = tape.made.pop(segment), tape.used.pop(segment)
         for name in segment.kept:
             self._gather((name, segment.chunk), gradients)
@@ -224,9 +228,9 @@ class Walker:
                 allow_unused=True,
             )
         for key, grad in zip(used, found, strict=False):
-            _add(gradients.values, key, grad)
+            add(gradients.values, key, grad)
         for each, grad in zip(parameters, found[len(used) :], strict=True):
-            _add(gradients.parameters, each, grad)
+            add(gradients.parameters, each, grad)
 
     def _gather(self, spot: Spot, gradients: Gradients) -> None:
         """Add the gradients that come from other ranks, in the order of those ranks."""
@@ -235,7 +239,11 @@ class Walker:
                 tensors = arrival.wait()
             places = [i for i, form in enumerate(self.program.value(spot).forms) if form.grad]
             for i, grad in zip(places, tensors, strict=True):
-                _add(gradients.values, (spot, i), grad)
+                add(gradients.values, (spot, i), grad)
+
+    def _named(self, item: Message) -> str:
+        what = f"{'gradient of ' if item.back else ''}{item.node}"
+        return f"{what}, micro-batch {item.chunk} of inputs {self.shapes}"
 
     def parameters(self, segment: Segment) -> list[nn.Parameter]:
         """Return the parameters that a segment uses, each once."""
@@ -271,10 +279,7 @@ def _cut(tensors: Sequence[Tensor], grad: bool) -> tuple[Tensor, ...]:
     return tuple(x.detach().requires_grad_(grad and x.requires_grad) for x in tensors)
 
 
-def _named(item: Message) -> str:
-    return f"{'gradient of ' if item.back else ''}{item.node}, micro-batch {item.chunk}"
-
-
-def _add(sums: dict[Any, Tensor], key: Any, grad: Tensor | None) -> None:
+def add(sums: dict[Any, Tensor], key: Any, grad: Tensor | None) -> None:
+    """Add a gradient to those of the same tensor."""
     if grad is not None:
         sums[key] = sums[key] + grad if key in sums else grad
