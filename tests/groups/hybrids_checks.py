@@ -11,6 +11,7 @@ from thinwire.hybrids import JobPlan, PlacedAxis, ReplicateAxis, ShardAxis, Tens
 
 WORDS, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 32, 32, 4, 2, 8, 8
 STEPS = 4
+DEVICE = "cpu"  #: the program for GPUs replaces it
 BOUND = 2e-5  #: float32 sums in another order, over a few steps of Adam
 MEGATRON = {
     "blocks.*.attention.w[qkv]": "column",
@@ -75,12 +76,12 @@ class GPT(nn.Module):
 
 def made(seed=0, **options):
     torch.manual_seed(seed)
-    return GPT(**options)
+    return GPT(**options).to(DEVICE)
 
 
 def batches(steps=STEPS):
     order = torch.Generator().manual_seed(3)
-    tokens = torch.randint(WORDS, (steps, BATCH, LENGTH + 1), generator=order)
+    tokens = torch.randint(WORDS, (steps, BATCH, LENGTH + 1), generator=order).to(DEVICE)
     return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
 
@@ -229,20 +230,25 @@ def whole_states(rank):
         hybrid.load_state_dict(made(seed=5).state_dict())
         equal(hybrid.state_dict(), made(seed=5).state_dict(), 0)
         digests += hybrid.state_dict().values()
-        raises(InputError, "has shape", hybrid.load_state_dict, {**before, "words.weight": torch.zeros(3, 3)})
+        raises(
+            InputError,
+            "has shape",
+            hybrid.load_state_dict,
+            {**before, "words.weight": torch.zeros(3, 3, device=DEVICE)},
+        )
     return digests
 
 
 def wide():
     """A network whose weights and activations are large enough to be encoded."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+    return nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)).to(DEVICE)
 
 
 def wide_losses(net, part=lambda x: x, steps=4):
     """Train; the losses."""
     losses, optimizer = [], torch.optim.SGD(net.parameters(), 0.5)
-    data = torch.randn(steps, 256, 128, generator=torch.Generator().manual_seed(7))
+    data = torch.randn(steps, 256, 128, generator=torch.Generator().manual_seed(7)).to(DEVICE)
     for x in data:
         optimizer.zero_grad()
         loss = (net(part(x)) - part(x)).square().mean()
@@ -298,7 +304,7 @@ def refusals(rank):
     refused(
         "with different values", mesh_plan(modules={"blocks.*.up": "column", "blocks.0.*": "row"}, **both)
     )
-    uneven = nn.Sequential(nn.Linear(8, 7))
+    uneven = nn.Sequential(nn.Linear(8, 7)).to(DEVICE)
     refused(
         "0 has 7 outputs, which 2 ranks cannot share equally",
         mesh_plan(modules={"0": "column"}, **both),
