@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from thinwire.zoo.transformer import GPT2
 
@@ -81,6 +82,35 @@ class Translator(nn.Module):
             y, _ = layer(x)
             x = y if index < 1 else x + y
         return self.classifier(x)
+
+
+class Odd(nn.Module):
+    """What else a network may hold: a parameter, a buffer, a tensor and a dictionary at its top."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(8))
+        self.register_buffer("shift", torch.full((8,), 0.5))
+        self.register_buffer("unsaved", torch.full((8,), 0.25), persistent=False)
+        self.factor = torch.tensor(1.5)
+        self.gains = nn.ParameterDict({"one": torch.ones(8), "two": torch.full((8,), 2.0)})
+        self.one, self.two = Again(), Again()
+
+    def forward(self, x):
+        y = self.one(x * self.token + self.shift) * self.gains["one"]
+        z = self.two(y * self.factor) * self.gains["two"] + self.unsaved
+        return z, x, y.shape
+
+
+class Again(nn.Module):
+    """Computes forward again on the way back."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.fc(x).tanh(), x, use_reentrant=False)
 
 
 def tiny_gpt(drop=0.0):

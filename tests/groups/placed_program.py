@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from placed_nets import Branches, Chain, Translator, TwoOutputs, tiny_gpt
+from placed_nets import Branches, Chain, Odd, Translator, TwoOutputs, tiny_gpt
 from start_program import digest, join, raises, report, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -133,6 +133,24 @@ def outputs(_, world):
     same(placed, plain)
     again = placed(scale=2.0, x=x, shift=0.25)  # other constants: another plan
     near(again["out"], plain(x, scale=2.0, shift=0.25)["out"])
+
+
+def odd_parts(_, world):
+    """Parameters, buffers and tensors at the top, an input as an output, activations computed again."""
+    plain, whole, last = made(Odd), made(Odd), world - 1
+    kept = weakref.ref(whole.token)
+    placed = Placed(whole, {"*": 0, "two": last, "gains.two": last, "token": last})
+    gc.collect()
+    assert (kept() is not None) == ("token" in dict(placed.named_parameters()))
+    assert list(placed.gathered_state_dict()) == list(plain.state_dict())
+    x = rows(4, 8)
+    for each in (plain, placed):
+        out, same_x, shape = each(x)
+        assert torch.equal(same_x, x)
+        assert shape == (4, 8)
+        out.square().mean().backward()
+    same(placed, plain)
+    near(placed(x)[0], plain(x)[0])
 
 
 def pipeline(_, world):
@@ -605,10 +623,10 @@ def refusals(_, world):
     )
     overwriting = Placed(Overwrites(), {"one": 0, "two": world - 1})
     raises(InputError, ["changes 'one' in place", "'two' uses that too"], overwriting, rows(2, 4))
-    placed = Placed(made(Chain), stages(world))
+    placed = Placed(made(Chain), stages(world), group=dist.new_group())
+    raises(InputError, "rank must be", placed.gathered_state_dict, rank=world)
     next(placed.parameters()).register_hook(lambda grad: grad)
     raises(InputError, "register_post_accumulate_grad_hook", placed, rows(2, 16))
-    raises(InputError, "rank must be", placed.gathered_state_dict, rank=world)
 
 
 def told(world, texts, function, *args, **options):
@@ -723,7 +741,8 @@ def grown(found, wanted):
 
 
 QUICK = (
-    branches, outputs, pipeline, first_and_last, translator, gpt, returned_loss, batch_norm, dropout,
+    branches, outputs, odd_parts, pipeline, first_and_last, translator, gpt, returned_loss, batch_norm,
+    dropout,
     input_gradients, no_gradients, several_calls, sixteen_bits, not_finite, lossy, random_rounding, claimed,
     state, data_parallel, at_the_same_time, refusals, disagreements,
 )  # fmt: skip

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire.hybrids.batches import part_of_batch as part_of_batch
     from thinwire.hybrids.hybrid import Hybrid as Hybrid
     from thinwire.hybrids.hybrid import apply as apply
-    from thinwire.hybrids.batches import part_of_batch as part_of_batch
     from thinwire.hybrids.job_plan import JobPlan as JobPlan
     from thinwire.hybrids.job_plan import PlacedAxis as PlacedAxis
     from thinwire.hybrids.job_plan import Predicted as Predicted

@@ -1,4 +1,5 @@
-"""This rank's part of a batch: ranks along `replicate` and `shard` train on other samples, the rest on the same.
+"""This rank's part of a batch: ranks along `replicate` and `shard` train on other samples, the rest on the
+same ones.
 
 A part is a slice of neighbouring samples. All parts of a batch have the same size, so that the mean of the
 parts' gradients is the gradient of the whole batch.
@@ -55,8 +56,8 @@ def samples_of(batch: Any) -> int | None:
     numbers = {len(x) for x in _tensors(batch) if x.dim()}
     if len(numbers) > 1:
         raise InputError(
-            f"the tensors of a batch have {', '.join(map(str, sorted(numbers)))} rows, so it is not known how to "
-            "divide it among ranks: give all of them one row for each sample"
+            f"the tensors of a batch have {', '.join(map(str, sorted(numbers)))} rows, so it is not known "
+            "how to divide it among ranks: give all of them one row for each sample"
         )
     return numbers.pop() if numbers else None
 

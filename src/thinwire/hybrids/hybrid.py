@@ -16,15 +16,16 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import CommError, InputError
-from thinwire.hybrids import data_parallel, norms, splits, weights
+from thinwire.hybrids import data_parallel, norms, placing, splits, weights
 from thinwire.hybrids.batches import activate, samples_of, sliced
 from thinwire.hybrids.job_plan import JobPlan
 from thinwire.hybrids.names import listed
+from thinwire.hybrids.placing import Placed
 from thinwire.hybrids.weights import Layout, local
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.metrics_table import print_summary
 from thinwire.integrations.sharded import ShardedHandle
-from thinwire.integrations.tell import tell
+from thinwire.integrations.tell import tell, telling
 from thinwire.runtimes import process_group
 from thinwire.runtimes.job import Call
 
@@ -40,12 +41,15 @@ class Hybrid:
     plan: JobPlan
     mesh: DeviceMesh
     handles: dict[str, Handle | ShardedHandle] = field(default_factory=dict)  #: of gradients, by axis
+    kind: str = ""  #: the name of the model's class, before FSDP changed it
+    placed: Placed | None = None  #: with an axis `placed`, the network in parts
     _layouts: dict[int, Layout] = field(default_factory=dict)  #: of split parameters, by identity
+    _before: dict[int, nn.Parameter] = field(default_factory=dict)  #: the parameters that the model had
     _saves_whole: bool = False
-    _replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    _replaced: dict[int, nn.Parameter] = field(default_factory=dict)  #: by the identity of the one before
 
     def __repr__(self) -> str:
-        return f"<thinwire.{type(self).__name__} {self.plan.shape()}: {type(self.model).__name__}>"
+        return f"<thinwire.{type(self).__name__} {self.plan.shape()}: {self.kind}>"
 
     @property
     def parts(self) -> int:
@@ -74,9 +78,15 @@ class Hybrid:
         size = samples // self.parts
         return sliced(batch, self.part * size, (self.part + 1) * size)
 
-    def now(self, parameter: Tensor) -> Tensor:
-        """Return the parameter that took the place of one that the model had before; else the same."""
-        return self._replaced[id(parameter)][1] if id(parameter) in self._replaced else parameter
+    def had(self, parameter: Tensor) -> bool:
+        """Whether the model had this parameter before the plan was applied, or has it now."""
+        return id(parameter) in self._before or any(parameter is each for each in self.model.parameters())
+
+    def now(self, parameter: Tensor) -> Tensor | None:
+        """Return the parameter that took the place of one that the model had; None if another rank has it."""
+        if id(parameter) in self._replaced:
+            return self._replaced[id(parameter)]
+        return parameter if any(parameter is each for each in self.model.parameters()) else None
 
     def layout_of(self, parameter: Tensor) -> Layout | None:
         """Return how a parameter is split; None if every rank holds the whole of it."""
@@ -84,51 +94,70 @@ class Hybrid:
 
     # Statistics
 
+    def axes_of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Return the axes along which other ranks hold other parts of a parameter, or other parameters."""
+        layout = self.layout_of(parameter)
+        names = () if layout is None else layout.mesh.mesh_dim_names or ()
+        placements = () if layout is None else layout.placements
+        split = tuple(name for name, each in zip(names, placements, strict=True) if not each.is_replicate())
+        return split if self.placed is None else ("placed",)
+
     def stats(self) -> dict[str, Mapping[str, Any]]:
-        """Return the statistics of gradients, by axis."""
-        return {axis: handle.stats() for axis, handle in self.handles.items()}
+        """Return what this rank has sent, by axis; `tensor` counts nothing."""
+        counted: dict[str, Mapping[str, Any]] = {axis: each.stats() for axis, each in self.handles.items()}
+        return counted if self.placed is None else {**counted, "placed": self.placed.stats()}
 
     def summary(self) -> None:
-        """Print `stats` as tables, on rank 0."""
+        """Print the statistics of gradients as tables, on rank 0."""
         if dist.get_rank() == 0:
-            for stats in self.stats().values():
-                print_summary(stats)
+            for handle in self.handles.values():
+                print_summary(handle.stats())
 
     # What needs all ranks
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state with whole tensors, as one device has it; call this on all ranks."""
         state = self.model.state_dict()
-        return state if self._saves_whole else weights.whole_state(state, self._named_layouts())
+        return state if self._saves_whole else self._whole(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state with whole tensors: of `state_dict`, or of one device."""
-        parts = state if self._saves_whole else weights.part_state(state, self._named_layouts(), self.model)
-        self.model.load_state_dict(parts)
+        self.model.load_state_dict(state if self._saves_whole else self._part(state))
 
     def save_whole(self) -> None:
-        """Let the model's own `state_dict` and `load_state_dict` have whole tensors; all ranks must call them."""
+        """Let the model's own `state_dict` and `load_state_dict` have whole tensors, called on all ranks."""
 
         def save(_model: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
-            state.update(weights.whole_state(state, self._named_layouts()))
+            whole = self._whole(state)
+            state.clear()
+            state.update(whole)
 
-        def load(model: nn.Module, state: dict[str, Any], *_more: Any) -> None:
-            state.update(weights.part_state(state, self._named_layouts(), model))
+        def load(_model: nn.Module, state: dict[str, Any], *_more: Any) -> None:
+            parts = self._part(state)
+            state.clear()
+            state.update(parts)
 
         self.model.register_state_dict_post_hook(save)
         self.model.register_load_state_dict_pre_hook(load)
         self._saves_whole = True
 
     def check_copies(self) -> None:
-        """Raise an `InputError`, on all ranks, if gradients of modules that are not split differ along `tensor`.
+        """Raise an `InputError`, on all ranks, if copies of a gradient differ along `tensor`.
 
         Then a module that no style names computes with a part of the activations, and copies drift apart.
         """
         if self.plan.size("tensor") > 1:
             norms.check_copies(self)
 
-    def _named_layouts(self) -> dict[str, Layout]:
-        return weights.named_layouts(self.model, self._layouts)
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        if self.placed is not None:
+            return self.placed.gathered_state_dict()
+        return weights.whole_state(state, weights.named_layouts(self.model, self._layouts))
+
+    def _part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        if self.placed is not None:
+            return self.placed.own_part(state)
+        return weights.part_state(state, weights.named_layouts(self.model, self._layouts), self.model)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over all ranks' parts is at most `max_norm`; return the norm."""
@@ -156,14 +185,21 @@ def apply(model: nn.Module, job_plan: JobPlan | str | Path, *, seed: int = 0) ->
     _compare(model, plan, seed, device)
     sizes = tuple(plan.mesh.values())
     hybrid = Hybrid(model, plan, init_device_mesh(device.type, sizes, mesh_dim_names=tuple(plan.mesh)))
+    hybrid.kind = type(model).__name__
     group = dist.group.WORLD
     assert group is not None
     _sync_module_states(model, group, SYNC_NBYTES, 0, (), True)
+    hybrid._before = {id(each): each for each in model.parameters()}
     if plan.tensor is not None:
         mesh = hybrid.mesh["tensor"]
         keep = plan.shard is None
         hybrid._layouts |= splits.split(model, mesh, plan.tensor, chosen, keep=keep)
-    _spread_samples(hybrid, seed)
+    if plan.placed is not None:
+        hybrid.placed = placing.place(model, hybrid.mesh["placed"], plan.placed)
+        for each in set(hybrid._before.values()) - set(model.parameters()):
+            each.data = each.data.new_empty(0)  # another rank has it
+    with telling(dist.get_rank() == 0):
+        _spread_samples(hybrid, seed)
     activate(hybrid)
     if dist.get_rank() == 0:
         for line in _lines(hybrid, chosen):
@@ -180,10 +216,11 @@ def _spread_samples(hybrid: Hybrid, seed: int) -> None:
         hybrid.handles[axis] = data_parallel.shard(model, mesh, plan, seed)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
-            hybrid._replaced[id(parameter)] = parameter, after[name]
-    elif plan.replicate is not None:
-        codec = plan.replicate.codec
-        hybrid.handles["replicate"] = data_parallel.replicate(model, hybrid.mesh["replicate"], codec, seed)
+            hybrid._replaced[id(parameter)] = after[name]
+            parameter.data = parameter.data.new_empty(0)  # lets go of the whole weight
+    elif plan.replicate is not None and any(each.requires_grad for each in model.parameters()):
+        mesh = hybrid.mesh["replicate"]
+        hybrid.handles["replicate"] = data_parallel.replicate(model, mesh, plan.replicate.codec, seed)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -216,16 +253,22 @@ def _compare(model: nn.Module, plan: JobPlan, seed: int, device: torch.device) -
 def _lines(hybrid: Hybrid, chosen: Mapping[str, Any]) -> Iterable[str]:
     plan, model = hybrid.plan, hybrid.model
     title = f"{plan.title}: " if plan.title else ""
-    yield f"thinwire: {title}{type(model).__name__} on {plan.shape()}"
+    yield f"thinwire: {title}{hybrid.kind} on {plan.shape()}"
     if plan.tensor is not None:
         mine = sum(local(each).numel() for each in model.parameters())
         yield (
-            f"thinwire: tensor: {len(chosen)} modules are split; {mine:,} parameters on each rank; activations "
-            f"{plan.tensor.forward}, gradients {plan.tensor.backward}"
+            f"thinwire: tensor: {len(chosen)} modules are split; {mine:,} parameters on each rank; "
+            f"activations {plan.tensor.forward}, their gradients {plan.tensor.backward}"
+        )
+    if plan.placed is not None:
+        mine = sum(each.numel() for each in model.parameters())
+        yield (
+            f"thinwire: placed: {mine:,} parameters on rank 0; {plan.placed.micro_batches} micro-batches; "
+            f"activations {plan.placed.forward}, their gradients {plan.placed.backward}"
         )
     count = sum(isinstance(each, NORMS) for each in model.modules())
     if count and hybrid.parts > 1:
         yield (
-            f"thinwire: {count} BatchNorm layers use the statistics of their own rank's samples, as with DDP; "
-            "one device would use those of the whole batch"
+            f"thinwire: {count} BatchNorm layers use the statistics of their own rank's samples, as with "
+            "DDP; one device would use those of the whole batch"
         )

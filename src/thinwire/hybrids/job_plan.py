@@ -36,8 +36,9 @@ Layout: TypeAlias = Literal["whole", "columns", "sequence"]
 
 def said(text: str, **more: Any) -> Any:
     """A field of a plan, with the text of its row in the docs and in the schema."""
-    needed = {"needed_in_files": True} if more.pop("needed_in_files", False) else {}
-    return field(metadata={"help": text, **needed}, **more)
+    metadata: dict[str, Any] = {"help": text}
+    metadata |= {name: more.pop(name) for name in ("needed_in_files", "hint") if name in more}
+    return field(metadata=metadata, **more)
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,12 @@ class Split:
 class TensorAxis:
     """Tensor parallelism: every rank along the axis holds columns or rows of the same layers."""
 
-    modules: Table[Split] = said("patterns of modules, and the style of each")
+    modules: Mapping[str, Any] = said("patterns of modules, and the style of each", hint=Table[Split])
     forward: str = said("of activations: a codec", default=EXACT)
     backward: str = said("of their gradients: a codec", default=EXACT)
 
     def __post_init__(self) -> None:
-        splits = {
-            name: Split(split) if isinstance(split, str) else split for name, split in self.modules.items()
-        }
+        splits = {name: _split(each) for name, each in self.modules.items()}
         object.__setattr__(self, "modules", Table(splits))
         _check_activations(self)
         if not self.modules:
@@ -113,7 +112,9 @@ class TensorAxis:
 class PlacedAxis:
     """Placement: the ranks along the axis compute different modules, for the same samples."""
 
-    modules: Table[Rank] = said("patterns of modules, and the rank along the axis that computes each")
+    modules: Mapping[str, int] = said(
+        "names or patterns, as `Placed` takes them, and the rank along the axis of each", hint=Table[Rank]
+    )
     forward: str = said("of activations: a codec", default=EXACT)
     backward: str = said("of their gradients: a codec", default=EXACT)
     micro_batches: Count = said("parts of a batch that follow each other through the ranks", default=1)
@@ -149,7 +150,9 @@ class JobPlan:
     (4, 2)
     """
 
-    mesh: Table[Count] = said("axes and the number of ranks along each, from the outermost")
+    mesh: Mapping[str, int] = said(
+        "axes and the number of ranks along each, from the outermost", hint=Table[Count]
+    )
     replicate: ReplicateAxis | None = said("for an axis `replicate`", default=None)
     shard: ShardAxis | None = said("for an axis `shard`", default=None)
     placed: PlacedAxis | None = said("for an axis `placed`", default=None)
@@ -256,6 +259,7 @@ class JobPlan:
                         f"ranks: 0 to {self.size('placed') - 1}"
                     )
         _check_combination(self)
+        _check_choices(self)
 
 
 def schema() -> dict[str, Any]:
@@ -305,8 +309,19 @@ def _check_combination(plan: JobPlan) -> None:
             raise InputError("FSDP needs 'replicate' before 'shard' in the mesh: change their order")
         if "tensor" in axes and "tensor" not in after:
             raise InputError("FSDP needs 'shard' before 'tensor' in the mesh: change their order")
-        if "tensor" in axes and "replicate" in axes and axes != ["replicate", "shard", "tensor"]:
-            raise InputError("these three axes have one order: replicate, shard, tensor")
+
+
+def _check_choices(plan: JobPlan) -> None:
+    """Refuse codecs that ranks choose by their own gradients, where ranks have copies of a weight."""
+    for axis in ("replicate", "shard"):
+        part = getattr(plan, axis)
+        if part is None or plan.size("tensor") == 1:
+            continue
+        if part.codec == "auto" or policy.get(part.codec).ladder is not None:
+            raise InputError(
+                f"{axis}.codec = '{part.codec}' chooses codecs by gradients, of which ranks along 'tensor' have "
+                "different parts: their copies of what is not split would drift apart; name a codec"
+            )
 
 
 def _section(name: str, part: Any) -> list[str]:
@@ -329,8 +344,15 @@ def _entry(value: Any) -> Any:
         return value
     given = {each.name: getattr(value, each.name) for each in fields(value)}
     given = {name: one for name, one in given.items() if one is not None}
-    short = getattr(value, "SHORT", None)
+    short: str = getattr(value, "SHORT", "")
     return given[short] if list(given) == [short] else given
+
+
+def _split(given: "Split | Style | Mapping[str, Any]") -> Split:
+    if isinstance(given, Split):
+        return given
+    entries: Mapping[str, Any] = given if isinstance(given, Mapping) else {Split.SHORT: given}
+    return Split(**entries)
 
 
 def _check_word(name: str, value: object, words: Any) -> None:

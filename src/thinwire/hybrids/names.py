@@ -17,7 +17,7 @@ MOST = 8  #: names listed in an error
 def matching(model: nn.Module, patterns: Mapping[str, T], where: str) -> dict[str, T]:
     """Return the modules that patterns name, each with its pattern's value.
 
-    A pattern is a glob over a module's whole name: `*` also matches dots.
+    A pattern has a glob for each part of a module's name: `blocks.*` are the blocks, and nothing inside them.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> matching(net, {"0": "column", "[2]": "row"}, "tensor.modules")
@@ -26,7 +26,7 @@ def matching(model: nn.Module, patterns: Mapping[str, T], where: str) -> dict[st
     named = [name for name, _ in model.named_modules() if name]
     chosen: dict[str, tuple[str, T]] = {}
     for pattern, value in patterns.items():
-        matched = [name for name in named if fnmatchcase(name, pattern)]
+        matched = [name for name in named if _matches(name, pattern)]
         if not matched:
             raise InputError(f"{where}: {_nothing(pattern, named, model)}")
         for name in matched:
@@ -39,9 +39,14 @@ def matching(model: nn.Module, patterns: Mapping[str, T], where: str) -> dict[st
 
 
 def listed(model: nn.Module, patterns: Sequence[str], where: str) -> list[str]:
-    """Return the modules that patterns name, in the model's order."""
+    """Return the modules that patterns name, those inside others first."""
     chosen = matching(model, dict.fromkeys(patterns, True), where)
-    return [name for name, _ in model.named_modules() if name in chosen]
+    return [name for name, _ in reversed(list(model.named_modules())) if name in chosen]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, globs = name.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
 def _nothing(pattern: str, named: Sequence[str], model: nn.Module) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinwire import collectives
 from thinwire.errors import InputError
-from thinwire.hybrids.weights import Layout, local
+from thinwire.hybrids.weights import local
 
 if TYPE_CHECKING:
     from thinwire.hybrids.hybrid import Hybrid
@@ -24,7 +24,7 @@ def clip_grad_norm_(
     if norm_type != 2.0:
         raise InputError(f"norm_type is {norm_type}; with a plan, gradients are clipped by their 2-norm")
     gradients = [each.grad for each in parameters if each.grad is not None]
-    if not gradients:
+    if not gradients and hybrid.placed is None:
         return torch.tensor(0.0)
     total = grad_norm(hybrid, parameters)
     scale = torch.clamp(max_norm / (total + EPSILON), max=1.0)
@@ -40,9 +40,11 @@ def grad_norm(hybrid: "Hybrid", parameters: Sequence[Tensor]) -> Tensor:
     Squares are added up over the axes along which a parameter is split, and over no others.
     """
     squares: dict[tuple[str, ...], Tensor] = {}
+    if hybrid.placed is not None:  # on a rank without parameters, too
+        squares["placed",] = torch.zeros((), device=hybrid.mesh.device_type)
     for parameter in parameters:
         if parameter.grad is not None:
-            axes = _axes(hybrid.layout_of(parameter))
+            axes = hybrid.axes_of(parameter)
             square = torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32).square()
             squares[axes] = squares[axes] + square if axes in squares else square
     for axis in hybrid.plan.mesh:
@@ -53,20 +55,12 @@ def grad_norm(hybrid: "Hybrid", parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(squares.values())).sum().sqrt()
 
 
-def _axes(layout: Layout | None) -> tuple[str, ...]:
-    """Return the axes along which a parameter is split."""
-    if layout is None:
-        return ()
-    names = layout.mesh.mesh_dim_names or ()
-    return tuple(name for name, each in zip(names, layout.placements, strict=True) if not each.is_replicate())
-
-
 def check_copies(hybrid: "Hybrid") -> None:
     """Compare gradients of parameters that every rank along `tensor` holds: see `Hybrid.check_copies`."""
     copies = {
         name: local(each.grad).float()
         for name, each in hybrid.model.named_parameters()
-        if each.grad is not None and "tensor" not in _axes(hybrid.layout_of(each))
+        if each.grad is not None and "tensor" not in hybrid.axes_of(each)
     }
     if not copies:
         return
@@ -80,7 +74,7 @@ def check_copies(hybrid: "Hybrid") -> None:
     if errors[worst].item() > DRIFT:
         name = list(copies)[worst]
         raise InputError(
-            f"the gradient of {name}, of which every rank along 'tensor' has a copy, differs between ranks: its "
-            "module computes with a part of the activations; give it a style ('sequence' between layers that "
-            "return a part of the sequence), or let the layer before it return the 'whole'"
+            f"the gradient of {name}, of which every rank along 'tensor' has a copy, differs between ranks: "
+            "its module computes with a part of the activations; give it a style ('sequence' between layers "
+            "that return a part of the sequence), or let the layer before it return the 'whole'"
         )

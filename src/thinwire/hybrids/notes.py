@@ -10,7 +10,7 @@ _numbers = itertools.count()
 
 
 def gathered(text: str) -> list[str]:
-    """Return the texts of all ranks, in their order. All ranks must call it; it does not use the network of tensors."""
+    """Return the texts of all ranks, in their order; all ranks must call it."""
     number = next(_numbers)
     store = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -68,7 +68,7 @@ class Script:
 
         torch.optim.Optimizer.__init__ = __init__  # type: ignore[method-assign]
         DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
-        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clipped  # type: ignore[assignment]
+        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clipped
         torch.save = saving(torch.save)
         self._refuse_scaler()
 
@@ -81,21 +81,23 @@ class Script:
             _join(next(iter(model.parameters())).device)
             self.hybrid = apply(model, self.plan, seed=self.seed)
             self._watch(self.hybrid)
-        mine = {id(each) for each in self.hybrid.model.parameters()}
-        now = {id(each): self.hybrid.now(each) for each in tensors}
-        if not {id(each) for each in now.values()} <= mine:
+        if not all(map(self.hybrid.had, tensors)):
             raise InputError(
-                f"an optimizer has parameters that do not belong to the {type(self.hybrid.model).__name__} to "
-                "which the plan was applied: a plan is for one model; put both into one module, or use "
+                f"an optimizer has parameters that do not belong to the {self.hybrid.kind}, "
+                "to which the plan was applied: a plan is for one model; put both into one module, or use "
                 "thinwire.hybrids.apply"
             )
-        return [_renewed(entry, now) for entry in given]
+        now = {id(each): self.hybrid.now(each) for each in tensors}
+        return _renewed(given, now)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at every step of an optimizer, and save and load whole tensors."""
         hybrid = self.hybrid
         assert hybrid is not None
         optimizer.register_step_pre_hook(self._before_step)
+        if hybrid.placed is not None:
+            optimizer.register_state_dict_post_hook(_refuse_state)
+            return
         optimizer.register_state_dict_post_hook(
             lambda mine, state: weights.whole_optimizer(mine, state, hybrid.layout_of)
         )
@@ -136,7 +138,7 @@ class Script:
     def _before_step(self, _optimizer: Any, _args: Any, _options: Any) -> None:
         hybrid = self.hybrid
         assert hybrid is not None
-        kind = type(hybrid.model).__name__
+        kind = hybrid.kind
         if not self.calls:
             raise InputError(
                 f"the script has not called its {kind}, to which the plan was applied, but perhaps a module "
@@ -144,9 +146,9 @@ class Script:
             )
         if hybrid.parts > 1 and not self.served:
             raise InputError(
-                f"no DataLoader gave a batch since the optimizer was made, so all {hybrid.parts} parts of the "
-                "data would train on the same samples: read batches from a torch.utils.data.DataLoader, or "
-                "divide each with thinwire.hybrids.part_of_batch(x, y)"
+                f"no DataLoader gave a batch since the optimizer was made, so all {hybrid.parts} parts of "
+                "the data would train on the same samples: read batches from a torch.utils.data.DataLoader, "
+                "or divide each with thinwire.hybrids.part_of_batch(x, y)"
             )
         if _names(hybrid.model) != self._names:
             raise InputError(
@@ -158,15 +160,15 @@ class Script:
         self.steps += 1
 
     def _refuse_scaler(self) -> None:
-        """Refuse gradient scaling where ranks hold different gradients: they would not skip the same steps."""
+        """Refuse gradient scaling where ranks hold other gradients: they would not skip the same steps."""
         unscale, script = torch.amp.GradScaler._unscale_grads_, self
 
         @functools.wraps(unscale)
         def refusing(self: Any, *args: Any, **options: Any) -> Any:
             if script.plan.ranks > script.plan.size("replicate"):
                 raise InputError(
-                    "GradScaler skips steps on ranks whose part of the gradients overflows, and not on others: "
-                    "with axes other than 'replicate', use bfloat16, which needs no scaling"
+                    "GradScaler skips steps on ranks whose part of the gradients overflows, and not on "
+                    "others: with axes other than 'replicate', use bfloat16, which needs no scaling"
                 )
             return unscale(self, *args, **options)
 
@@ -230,7 +232,7 @@ def same_random_numbers() -> None:
 
 
 def saving(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.save` for scripts that all ranks run: a file is complete at any time, whoever wrote it last."""
+    """Return `torch.save` for scripts that all ranks run: a file is complete, whoever wrote it last."""
 
     @functools.wraps(save)
     def saved(thing: Any, file: Any, *args: Any, **options: Any) -> Any:
@@ -253,7 +255,7 @@ def _join(device: torch.device) -> None:
 
 
 def _tensors_of(entry: Any) -> list[Tensor]:
-    """Return the tensors of an entry of an optimizer's parameters: a tensor, a pair with a name, or a group."""
+    """Return the tensors of an entry for an optimizer: a tensor, a pair with a name, or a group."""
     if isinstance(entry, Mapping):
         inside = entry["params"]
         entry["params"] = inside = [inside] if isinstance(inside, Tensor) else list(inside)  # type: ignore[index]
@@ -261,10 +263,24 @@ def _tensors_of(entry: Any) -> list[Tensor]:
     return [entry[1]] if isinstance(entry, tuple) else [entry]
 
 
-def _renewed(entry: Any, now: Mapping[int, Tensor]) -> Any:
-    if isinstance(entry, Mapping):
-        return {**entry, "params": [_renewed(each, now) for each in entry["params"]]}
-    return (entry[0], now[id(entry[1])]) if isinstance(entry, tuple) else now[id(entry)]
+def _renewed(entries: Iterable[Any], now: Mapping[int, Tensor | None]) -> list[Any]:
+    """Return the entries with the parameters of now, without those that other ranks have."""
+    renewed: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            renewed.append({**entry, "params": _renewed(entry["params"], now)})
+            continue
+        parameter = now[id(entry[1] if isinstance(entry, tuple) else entry)]
+        if parameter is not None:
+            renewed.append((entry[0], parameter) if isinstance(entry, tuple) else parameter)
+    return renewed or [{"params": []}]
+
+
+def _refuse_state(_optimizer: torch.optim.Optimizer, _state: Any) -> None:
+    raise InputError(
+        "with an axis 'placed', every rank has the optimizer's state of its own modules only, and the script "
+        "would save that as the whole: save the model alone"
+    )
 
 
 def _names(model: nn.Module) -> tuple[tuple[str, int], ...]:

@@ -1,5 +1,7 @@
 """The `tensor` axis: torch's styles with thinwire's messages, for the modules that a plan names."""
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -44,7 +46,7 @@ def split(
 
 
 def _style(module: nn.Module, split: Split, axis: TensorAxis) -> ParallelStyle:
-    wires = {
+    wires: dict[str, Any] = {
         "forward": split.forward if split.forward is not None else axis.forward,
         "backward": split.backward if split.backward is not None else axis.backward,
     }
@@ -56,19 +58,18 @@ def _style(module: nn.Module, split: Split, axis: TensorAxis) -> ParallelStyle:
         )
     if split.style == "column":
         given, returned = split.input or "whole", split.output or "columns"
-        layouts = {"input_layouts": PLACEMENTS[given], "output_layouts": PLACEMENTS[returned]}
-        return ColwiseParallel(**layouts, **wires)
+        return ColwiseParallel(input_layouts=PLACEMENTS[given], output_layouts=PLACEMENTS[returned], **wires)
     given = split.input or ("whole" if isinstance(module, nn.Embedding) else "columns")
-    layouts = {"input_layouts": PLACEMENTS[given], "output_layouts": PLACEMENTS[split.output or "whole"]}
-    return RowwiseParallel(**layouts, **wires)
+    returned = split.output or "whole"
+    return RowwiseParallel(input_layouts=PLACEMENTS[given], output_layouts=PLACEMENTS[returned], **wires)
 
 
 def _check(name: str, module: nn.Module, split: Split, ranks: int) -> None:
     kind = type(module).__name__
     if split.style == "sequence" and any(True for _ in module.children()):
         raise InputError(
-            f"{WHERE}: {name} is a {kind}, which has modules of its own: 'sequence' is for single layers, such "
-            "as LayerNorm and Dropout"
+            f"{WHERE}: {name} is a {kind}, which has modules of its own: 'sequence' is for single layers, "
+            "such as LayerNorm and Dropout"
         )
     if split.style in ("sequence", "gather"):
         return
@@ -99,8 +100,8 @@ def _check_ties(model: nn.Module, splits: dict[str, Split]) -> None:
     for each in users.values():
         if len(set(each.values())) > 1:
             raise InputError(
-                f"{WHERE}: {' and '.join(each)} share a weight, which must be split alike: both by rows of the "
-                "weight (an Embedding by 'row' and a Linear by 'column'), or not at all"
+                f"{WHERE}: {' and '.join(each)} share a weight, which must be split alike: both by rows of "
+                "the weight (an Embedding by 'row' and a Linear by 'column'), or not at all"
             )
 
 

@@ -1,8 +1,9 @@
 """Strict reading of tables from files into frozen dataclasses, and the JSON schema of such a dataclass.
 
 The type hints of a dataclass decide what a file may hold: text, numbers, `Literal` words, lists of text,
-mappings and other dataclasses. `Annotated[int, 1]` is a number of at least 1. A dataclass with a class variable
-`SHORT` may be written as the value of that field alone. The reader and the schema follow the same hints.
+mappings and other dataclasses. `Annotated[int, 1]` is a number of at least 1. A dataclass with a class
+variable `SHORT` may be written as the value of that field alone. A field's metadata may have another `hint`
+for files. The reader and the schema follow the same hints.
 """
 
 import json
@@ -115,11 +116,11 @@ def schema(hint: Any) -> dict[str, Any]:
     if origin is Table:
         return {"type": "object", "additionalProperties": schema(inner[0])}
     if is_dataclass(hint):
-        return _object(hint)
+        return _object(typing.cast(type, hint))
     return {"type": SCHEMA_TYPES[hint]}
 
 
-def spelled(value: Any, indent: str = "") -> str:
+def spelled(value: Any) -> str:
     """Return a value as TOML.
 
     >>> spelled(("a", "b")), spelled(Table({"x y": 2}))
@@ -172,7 +173,8 @@ def _is_needed(each: "Field[Any]") -> bool:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+    replaced = {each.name: each.metadata["hint"] for each in _fields(kind) if "hint" in each.metadata}
+    return {**get_type_hints(kind, include_extras=True), **replaced}
 
 
 def _required(hint: Any) -> Any:

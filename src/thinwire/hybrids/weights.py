@@ -42,7 +42,8 @@ class Layout:
 
     def whole(self, part: Tensor) -> Tensor:
         """Return the whole tensor; all ranks of the mesh must call it."""
-        return self.spread(part.detach()).full_tensor()
+        whole: Tensor = self.spread(part.detach()).full_tensor()
+        return whole
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor that all ranks have."""
@@ -110,7 +111,7 @@ def whole_state(state: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict
 
 def _whole(x: Any, layout: Layout | None) -> Any:
     if isinstance(x, DTensor):
-        return x.detach().full_tensor()
+        return x.full_tensor().detach()
     return layout.whole(x) if layout is not None and isinstance(x, Tensor) else x
 
 

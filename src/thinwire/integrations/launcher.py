@@ -92,8 +92,8 @@ class LaunchOptions:
         """The number of ranks, if the options tell it."""
         if self.hosts is not None:
             return self.hosts
-        numbers = (self.torchrun.nnodes, self.torchrun.nproc_per_node)
-        return int(numbers[0]) * int(numbers[1]) if all(str(each).isdigit() for each in numbers) else None
+        nodes, per_node = {*self.torchrun.nnodes.split(":")}, str(self.torchrun.nproc_per_node)
+        return int(nodes.pop()) * int(per_node) if len(nodes) == 1 and per_node.isdigit() else None
 
 
 class Parser(ArgumentParser):

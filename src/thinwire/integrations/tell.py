@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger("thinwire")
 
@@ -17,3 +19,14 @@ def tell(line: str) -> None:
     elif not log.disabled:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
+
+
+@contextmanager
+def telling(whether: bool) -> Iterator[None]:
+    """Say nothing inside the `with`, unless `whether`: for calls of which one rank of many should tell."""
+    before = log.disabled
+    log.disabled = before or not whether
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -61,14 +61,12 @@ class Placed(nn.Module):
         engine = agree(here, make, device)
         connect(here, device)
         engine.record.on = record
-        self._modules.update(module._modules)
-        self._parameters.update(module._parameters)
-        self._buffers.update(module._buffers)
-        self._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for part in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[part] = module.__dict__[part]  # shared, so that both let go of what others have
         self.training = module.training
         self.__dict__["_engine"] = engine
         self.__dict__["_signature"] = inspect.signature(module.forward)
-        engine.own(self)
+        engine.own(module)
         self._register_load_state_dict_pre_hook(engine.hook(), with_module=True)
         if example is not None:
             args, options = ((), example) if isinstance(example, Mapping) else (tuple(example), {})

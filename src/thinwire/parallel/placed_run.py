@@ -39,8 +39,6 @@ class Run:
             not self.runtime.on_streams, plan.shapes,
         )  # fmt: skip
         self.tape = Tape(self.grad, 0)
-        if self.grad:
-            self._check_hooks()
 
     def forward(self) -> list[Tensor]:
         """Walk forward; return the tensors of the outputs."""
@@ -48,6 +46,7 @@ class Run:
         seed = int(torch.empty((), dtype=torch.int64).random_()) if self.program.random else 0
         self.engine.post.step += 1
         with self._fate():
+            self._check_hooks()
             self.tape = self.walker.forward(parts, self.grad, seed)
         return [
             joined([self.tape.leaves[spot][i].detach() for spot in self._spots(name)], self.plan.sizes)
@@ -125,7 +124,7 @@ class Run:
 
     def _check_hooks(self) -> None:
         """Refuse hooks that would see the gradient of each part, and then that of the whole."""
-        for each in self.parameters:
+        for each in self.parameters if self.grad else ():
             if each._backward_hooks:
                 raise InputError(
                     "a parameter in Placed has a hook of register_hook, which would see parts of its "

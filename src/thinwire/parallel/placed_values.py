@@ -103,7 +103,7 @@ class Skeleton:
                 fake = function(_like(x.detach()))
                 is_parameter = isinstance(x, nn.Parameter)
                 memo[id(x)] = nn.Parameter(fake, requires_grad=x.requires_grad) if is_parameter else fake
-            return copy.deepcopy(module, memo)
+        return copy.deepcopy(module, memo)
 
     def values(self, graph: fx.Graph, inputs: Mapping[str, Any], training: bool) -> dict[str, Value]:
         """Return the value of every operation for some inputs, by placeholder."""
