@@ -30,7 +30,7 @@ from thinwire.parallel import SubBatches
 
 CODECS = {32: None, 16: "bf16", 8: "int8", 4: "int4"}
 SEED, TESTS = 1, 1000
-COMPARED, ROUNDING = 5, 1e-5  #: later, training enlarges any difference; relative, of sums in another order
+COMPARED, ROUNDING = 5, 1e-4  #: later, training enlarges any difference; relative, of sums in another order
 
 
 def network(shape, classes, width):
@@ -173,10 +173,11 @@ def main():
         print(f"rank {rank} {bits} bits weights {digest}", flush=True)
         if rank == 0:
             equal = "; equal within rounding" if away < ROUNDING else ""
-            ratio, hidden = net.stats()["ratio"], timeline.hidden_share()
             print(f"{bits} bits: loss {loss:.4f}, accuracy {accuracy(whole, unseen):.4f}")
             print(f"{bits} bits: after {len(few)} steps weights differ by {away:.1e}{equal}")
-            print(f"{bits} bits: ratio {ratio:.2f}, {hidden:.0%} of transfers hidden", flush=True)
+            print(
+                f"{bits} bits: ratio {net.stats()['ratio']:.2f}, {timeline.hidden_share():.0%} of transfers hidden"
+            )
             if options.trace:
                 options.trace.write_text(json.dumps(timeline.chrome_trace(rank)))
     dist.destroy_process_group()

@@ -59,7 +59,7 @@ def test_sub_batches_learn_as_on_one_device(updates, begin, finish, tmp_path):
         assert len(weights) == 2
         assert weights[0] == weights[1]
     away = [float(each) for each in re.findall(r"weights differ by ([0-9.e+-]+)", ended.out)]
-    assert away[0] < 1e-5 < away[1] < 0.1
+    assert away[0] < 1e-4 < away[1] < 0.1
     assert ended.out.count("equal within rounding") == 1
     alone, *split = (float(each) for each in re.findall(r"accuracy ([0-9.]+)", ended.out))
     assert min(alone, *split) > 0.8
