@@ -176,7 +176,8 @@ def main():
             print(f"{bits} bits: loss {loss:.4f}, accuracy {accuracy(whole, unseen):.4f}")
             print(f"{bits} bits: after {len(few)} steps weights differ by {away:.1e}{equal}")
             print(
-                f"{bits} bits: ratio {net.stats()['ratio']:.2f}, {timeline.hidden_share():.0%} of transfers hidden"
+                f"{bits} bits: ratio {net.stats()['ratio']:.2f}, {timeline.hidden_share():.0%} of transfers "
+                "hidden"
             )
             if options.trace:
                 options.trace.write_text(json.dumps(timeline.chrome_trace(rank)))
