@@ -4,10 +4,10 @@
     python benchmarks/sub_batch_accuracy.py --save benchmarks/results
     python benchmarks/sub_batch_accuracy.py --save /tmp/tiny --data digits --steps 20 --seeds 2
 
-Four ranks on this machine, over gloo, train an AlexNet-like network: convolutions data parallel, fully connected
-layers split. All arms of a seed start from the same weights and see the same batches. The base is one device
-with one update in each step; "one device, 4 updates" takes the four sub-batches one after another. With 8 bits
-activations, their errors and the gradients of convolutions are encoded; the outputs of the last layer are not.
+Four ranks on this machine, over gloo, train an AlexNet-like network: convolutions data parallel, fully
+connected layers split. All arms of a seed start from the same weights and see the same batches. The base is
+one device with one update in each step; "one device, 4 updates" takes the four sub-batches one after another.
+With 8 bits, activations, their errors and the gradients of convolutions are encoded, the last outputs not.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Setting:
             nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(),
         )  # fmt: skip
         sizes = [64 * (shape[1] // 4) * (shape[2] // 4), self.width, self.width, classes]
-        linears = [nn.Linear(one, other) for one, other in zip(sizes, sizes[1:], strict=False)]
+        linears = [nn.Linear(one, other) for one, other in pairwise(sizes)]
         connected = nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2])
         for each in (*features, *connected):
             if isinstance(each, nn.Conv2d | nn.Linear):
@@ -148,8 +149,9 @@ def split(setting: Setting, seed: int, arm: Arm) -> tuple[nn.Module, float]:
             cross_entropy(net(x), y).backward()
             second.step()
         first.step()
-    counts = [net.stats(), *([] if handle is None else [handle.stats()])]
-    sent, plain = (sum(each[name] for each in counts) for name in ("sent_nbytes", "plain_nbytes"))
+    sent, plain = net.stats()["sent_nbytes"], net.stats()["plain_nbytes"]
+    if handle is not None:
+        sent, plain = sent + handle.stats()["sent_nbytes"], plain + handle.stats()["fp32_nbytes"]
     return net.whole(), sent / plain
 
 

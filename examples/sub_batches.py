@@ -3,6 +3,7 @@
 
 torchrun --nproc-per-node 2 examples/sub_batches.py
 torchrun --nproc-per-node 4 examples/sub_batches.py --count 4 --bits 32 8 --update-each --trace trace.json
+thinwire lab run --hosts 4 --link 1gbit -- python examples/sub_batches.py --trace trace.json
 
 Every rank has all convolutions and a part of the batch, and a slice of each fully connected layer. The layers
 see the batch in sub-batches. While one is computed, the activations and errors of others travel: with 8 bits,
@@ -29,7 +30,7 @@ from thinwire import data
 from thinwire.parallel import SubBatches
 
 CODECS = {32: None, 16: "bf16", 8: "int8", 4: "int4"}
-SEED, TESTS = 1, 1000
+SEED, TESTS, RECORDED = 1, 1000, 3
 COMPARED, ROUNDING = 5, 1e-4  #: later, training enlarges any difference; relative, of sums in another order
 
 
@@ -134,8 +135,17 @@ def arguments():
     parser.add_argument("--batch", type=int, default=96, help="samples of a step on all ranks together")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--trace", type=Path, help="write a timeline of rank 0 for chrome://tracing")
+    parser.add_argument("--trace", type=Path, help="a file: NAME-32.json is rank 0's timeline with 32 bits")
     return parser.parse_args()
+
+
+def tell(net, timeline, bits, trace):
+    """Print this rank's bytes and what was hidden; write its timeline."""
+    ratio, hidden = net.stats()["ratio"], timeline.hidden_share()
+    print(f"{bits} bits: ratio {ratio:.2f}, {hidden:.0%} of transfers hidden", flush=True)
+    if trace:
+        path = trace.with_stem(f"{trace.stem}-{bits}")
+        path.write_text(json.dumps(timeline.chrome_trace(net.rank)))
 
 
 def main():
@@ -160,27 +170,22 @@ def main():
         replica = DistributedDataParallel(features)
         if CODECS[bits]:
             thinwire.attach(replica, CODECS[bits])  # gradients of convolutions
-        net = SubBatches(
-            replica, connected, options.count, forward=CODECS[bits], backward=CODECS[bits], min_numel=1000
-        )
+        how = {"forward": CODECS[bits], "backward": CODECS[bits]}
+        net = SubBatches(replica, connected, options.count, **how, min_numel=1000)
         trained = optimizers(net.features, net.classifier, options.lr)
         train_split(net, trained, examples, few, options)
         away = ((weights(net.whole()) - early).norm() / early.norm()).item()
+        train_split(net, trained, examples, others[:-RECORDED], options)
         with net.record() as timeline:
-            loss = train_split(net, trained, examples, others, options)
+            loss = train_split(net, trained, examples, others[-RECORDED:], options)
         whole = net.whole()
         digest = hashlib.sha256(weights(whole).numpy().tobytes()).hexdigest()[:16]
-        print(f"rank {rank} {bits} bits weights {digest}", flush=True)
+        print(f"rank {rank} {bits} bits weights {digest}\n", end="", flush=True)
         if rank == 0:
             equal = "; equal within rounding" if away < ROUNDING else ""
             print(f"{bits} bits: loss {loss:.4f}, accuracy {accuracy(whole, unseen):.4f}")
             print(f"{bits} bits: after {len(few)} steps weights differ by {away:.1e}{equal}")
-            print(
-                f"{bits} bits: ratio {net.stats()['ratio']:.2f}, {timeline.hidden_share():.0%} of transfers "
-                "hidden"
-            )
-            if options.trace:
-                options.trace.write_text(json.dumps(timeline.chrome_trace(rank)))
+            tell(net, timeline, bits, options.trace)
     dist.destroy_process_group()
 
 

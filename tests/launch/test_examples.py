@@ -64,5 +64,5 @@ def test_sub_batches_learn_as_on_one_device(updates, begin, finish, tmp_path):
     alone, *split = (float(each) for each in re.findall(r"accuracy ([0-9.]+)", ended.out))
     assert min(alone, *split) > 0.8
     assert float(re.findall(r"ratio ([0-9.]+)", ended.out)[1]) > 3.5
-    kinds = {each["cat"] for each in json.loads((tmp_path / "trace.json").read_text())}
+    kinds = {each["cat"] for each in json.loads((tmp_path / "trace-8.json").read_text())}
     assert kinds == {"compute", "transfer", "wait"}
