@@ -1,5 +1,6 @@
 """The examples for other frameworks, as their first lines say to run them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -44,3 +45,24 @@ def test_layers_split_by_columns_learn_as_on_one_device(begin, finish):
     assert abs(float(split) - float(alone)) < 0.02
     assert float(re.search(r"8 bits: accuracy ([0-9.]+)", ended.out)[1]) > 0.85
     assert float(re.search(r"ratio ([0-9.]+)", ended.out)[1]) > 3.9
+
+
+@pytest.mark.parametrize("updates", [(), ("--update-each",)], ids=["once", "each"])
+@pytest.mark.rest
+def test_sub_batches_learn_as_on_one_device(updates, begin, finish, tmp_path):
+    words = ("--data", "digits", "--width", "256", "--trace", tmp_path / "trace.json", *updates)
+    name = EXAMPLES / "sub_batches.py"
+    ended = finish(begin("-m", "torch.distributed.run", "--nproc-per-node", "2", name, *words))
+    assert ended.code == 0, ended.err[-3000:]
+    for bits in (32, 8):
+        weights = re.findall(rf"rank \d {bits} bits weights ([0-9a-f]{{16}})", ended.out)
+        assert len(weights) == 2
+        assert weights[0] == weights[1]
+    away = [float(each) for each in re.findall(r"weights differ by ([0-9.e+-]+)", ended.out)]
+    assert away[0] < 1e-4 < away[1] < 0.1
+    assert ended.out.count("equal within rounding") == 1
+    alone, *split = (float(each) for each in re.findall(r"accuracy ([0-9.]+)", ended.out))
+    assert min(alone, *split) > 0.8
+    assert float(re.findall(r"ratio ([0-9.]+)", ended.out)[1]) > 3.5
+    kinds = {each["cat"] for each in json.loads((tmp_path / "trace-8.json").read_text())}
+    assert kinds == {"compute", "transfer", "wait"}

@@ -1,8 +1,8 @@
 """Sub-batches for `thinwire bench parallel`: convolutions data parallel, fully connected layers split.
 
-On a GPU the network is AlexNet; on a CPU it has one convolution and layers of 2304, 1024, 1024 and 100. A
-method is a codec and a number of sub-batches: "int8@4". Torch has no such scheme, so "fp32" and "bf16" are this
-one with unchanged wires and one sub-batch; "bf16" computes in bfloat16.
+On a GPU the network is AlexNet; on a CPU it has one convolution and layers of 2304, 1024, 1024 and 100.
+A method is a codec and a number of sub-batches: "int8@4". Torch has no such scheme: "fp32" and "bf16" are
+this one with unchanged wires and one sub-batch; "bf16" computes in bfloat16.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ from thinwire.parallel.sub_batches_wires import Message, Transfer, Wire
 
 COUNT = "@"
 RECORDED = 3  #: steps from which the hidden share is computed
-BATCH = {"cpu": 64, "cuda": 128}  #: of a rank; 128 as in the paper
+BATCH = 128  #: of a rank, as in the paper
 
 
 def parsed(method: str) -> tuple[str, int]:
@@ -37,14 +37,14 @@ def parsed(method: str) -> tuple[str, int]:
 
 
 def network(device: torch.device) -> tuple[nn.Sequential, nn.Sequential, tuple[int, ...]]:
-    """Return features and fully connected layers, equal on all ranks, without dropout, and the images' shape."""
+    """Return features and fully connected layers, equal on all ranks, and an image's shape."""
     torch.manual_seed(0)
     if device.type == "cuda":
         net = zoo.get("alexnet")
         assert isinstance(net, nn.Sequential)
         for each in net:
             if isinstance(each, nn.Dropout):
-                each.p = 0.0
+                each.p = 0.0  # which would make gradients random
         first = [name for name, _ in net.named_children()].index("fc6")
         layers = list(net.named_children())
         return _named(layers[:first]), _named(layers[first:]), (3, 227, 227)
@@ -74,7 +74,7 @@ def build(method: str, device: torch.device) -> Arm:
     codec, dtype = (None, torch.float32) if alone else (codec_of(name), dtype_of(name))
     features, connected, shape = network(device)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    x = torch.randn(BATCH[device.type], *shape, generator=generator).to(device, dtype)
+    x = torch.randn(BATCH, *shape, generator=generator).to(device, dtype)
     y = torch.randint(100, (len(x),), generator=generator).to(device)
     replica = DistributedDataParallel(features.to(device, dtype))
     policy = "noop" if alone else codec

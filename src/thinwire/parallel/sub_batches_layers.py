@@ -60,15 +60,27 @@ class Block:
         """The slices of weight and bias that are trained."""
         return [each for each in self.linear.parameters() if each.requires_grad]
 
-    def run(self, x: Tensor, draw: Draw) -> Tensor:
-        """Return this rank's columns of the output, from all columns of the input."""
+    def enter(self, x: Tensor, draw: Draw) -> Tensor:
+        """Return the input of the linear layer: all columns."""
         for i, module in enumerate(self.before):
             x = _through(module, x, x.shape[1], 0, draw.stream(f"dropout {i} before {self.name}"))
-        y = self.linear(x)
+        return x
+
+    def leave(self, z: Tensor, draw: Draw) -> Tensor:
+        """Return what this rank sends, from its columns of the linear layer's output."""
         first = sum(self.sizes[: self.rank])
         for i, module in enumerate(self.after):
-            y = _through(module, y, self.width, first, draw.stream(f"dropout {i} after {self.name}"))
-        return y
+            z = _through(module, z, self.width, first, draw.stream(f"dropout {i} after {self.name}"))
+        return z
+
+    def gradients(self, x: Tensor, errors: Tensor) -> dict[int, Tensor]:
+        """Return the gradients of the trained slices, from the layer's input and its output's errors."""
+        by_name = {"weight": lambda: errors.t() @ x.to(errors.dtype), "bias": lambda: errors.sum(0)}
+        return {
+            id(each): by_name[name]().to(each.dtype)
+            for name, each in self.linear.named_parameters()
+            if each.requires_grad
+        }
 
 
 def _through(module: nn.Module, x: Tensor, width: int, first: int, stream: Stream) -> Tensor:

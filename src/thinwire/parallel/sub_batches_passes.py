@@ -8,7 +8,8 @@ One by one, if the layers are updated after every sub-batch: a sub-batch passes 
 backward before the next one begins. While it is computed, the next one's features arrive and the previous
 one's errors leave.
 
-Either way, the errors of a layer's input leave before the gradients of its weights are computed.
+Either way, the errors of a layer's input leave before the gradients of its weights are computed. Together,
+those are one product over all sub-batches, so that more sub-batches do not mean more work.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from thinwire.errors import InputError
 from thinwire.parallel.sub_batches_layers import Block, Draw, even
@@ -26,7 +28,16 @@ from thinwire.parallel.sub_batches_timeline import COMPUTE
 from thinwire.parallel.sub_batches_wires import Message, Transfer, Wire
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Kept = tuple[Tensor, Tensor]  #: the input and the output of a block, with the graph between them
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a block keeps of a sub-batch, for its gradients."""
+
+    given: Tensor  #: the input of the block
+    read: Tensor  #: the input of its linear layer, with a graph from `given`
+    linear: Tensor  #: the output of its linear layer
+    sent: Tensor  #: the output of the block, with a graph from `linear`
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Passes:
     wants_errors: bool  #: whether features are trained
     kept: list[list[Kept]] = field(default_factory=list)  #: by block and sub-batch
     gradients: dict[int, Tensor] = field(default_factory=dict)  #: by the parameter's id
+    errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  #: a layer's inputs and output errors
 
     # In both orders: one sub-batch through one block
 
@@ -65,9 +77,11 @@ class Passes:
         with self._span(f"forward {block.name}", k), torch.set_grad_enabled(keep is not None):
             if keep is not None and (i > 0 or self.wants_errors):
                 x.requires_grad_()
-            y = block.run(x, draw)
+            read = block.enter(x, draw)
+            z = linear(read.detach(), block.linear.weight.detach(), _detached(block.linear.bias))
+            y = block.leave(z.requires_grad_() if keep is not None else z, draw)
         if keep is not None:
-            keep.append((x, y))
+            keep.append(Kept(x, read, z, y))
         if i + 1 < len(self.blocks):
             message = Message(f"gather {block.name}", self.codecs.forward, draw)
             return self.wire.gather(y.detach(), block.sizes, 1, message)
@@ -79,28 +93,30 @@ class Passes:
         return self.wire.columns_home(errors, self.blocks[-1].sizes, message)
 
     def backward(self, i: int, k: int, coming: Transfer, kept: Kept) -> Transfer | None:
-        """Compute the errors of a block's input and send them, then the gradients of its weights."""
-        block, (x, y), errors = self.blocks[i], kept, coming.wait()
-        leaving = None
-        if x.requires_grad:
-            with self._span(f"backward {block.name}", k):
-                (back,) = torch.autograd.grad(y, x, errors, retain_graph=bool(block.parameters))
-            what = f"errors of {self.blocks[i - 1].name}" if i else "errors of features"
-            message = Message(what, self.codecs.backward, self.draws[k])
-            dim = 1 if i else 0
-            sizes = self.blocks[i - 1].sizes if i else even(back.shape[0], self.wire.world)
-            leaving = self.wire.add_up(back, sizes, dim, message)
-        if block.parameters:
-            with self._span(f"weights {block.name}", k):
-                self._add(
-                    block.parameters, torch.autograd.grad(y, block.parameters, errors / self.wire.world)
-                )
-        return leaving
+        """Compute the errors of a block's input and send them."""
+        block, errors = self.blocks[i], coming.wait()
+        with self._span(f"backward {block.name}", k):
+            if kept.sent is not kept.linear:
+                (errors,) = torch.autograd.grad(kept.sent, kept.linear, errors)
+            self.errors.append((kept.read.detach(), errors))
+            if not kept.given.requires_grad:
+                return None
+            back = (errors @ block.linear.weight.detach().to(errors.dtype)).to(kept.read.dtype)
+            if kept.read is not kept.given:
+                (back,) = torch.autograd.grad(kept.read, kept.given, back)
+        what = f"errors of {self.blocks[i - 1].name}" if i else "errors of features"
+        sizes = self.blocks[i - 1].sizes if i else even(back.shape[0], self.wire.world)
+        return self.wire.add_up(
+            back, sizes, 1 if i else 0, Message(what, self.codecs.backward, self.draws[k])
+        )
 
-    def _add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            before = self.gradients.get(id(parameter))
-            self.gradients[id(parameter)] = gradient if before is None else before.add_(gradient)
+    def weights(self, i: int, k: int) -> None:
+        """Compute the gradients of a block's weights from the sub-batches that passed it back."""
+        block, pairs = self.blocks[i], self.errors
+        with self._span(f"weights {block.name}", k):
+            x, errors = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*pairs, strict=True))
+            self.gradients |= block.gradients(x, errors / self.wire.world)
+        pairs.clear()
 
     def _span(self, what: str, k: int) -> AbstractContextManager[None]:
         timeline = self.wire.timeline
@@ -131,6 +147,7 @@ class Passes:
                 here = coming[k]
                 assert here is not None
                 coming[k] = self.backward(i, k, here, row.pop(0))
+            self.weights(i, -1)
         left = [each.wait() for each in coming if each is not None]
         return torch.cat(left) if left else None
 
@@ -160,12 +177,17 @@ class Passes:
             for i in reversed(range(len(self.blocks))):
                 assert coming is not None
                 coming = self.backward(i, k, coming, kept.pop())
+                self.weights(i, k)
             leaving.append(coming)
             with self._span("update", k):
                 update(self.gradients)
             self.gradients.clear()
         left = [each.wait() for each in leaving if each is not None]
         return torch.stack(losses).mean(), torch.cat(left).div_(count) if left else None
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
 
 
 class Together(torch.autograd.Function):
