@@ -10,7 +10,7 @@ torchrun --nproc-per-node 4 examples/gpt.py --kind replicate+tensor --codec int8
 | `tensor`, `replicate+tensor` | 2 or 4, 4 | tensor parallelism; with data parallelism |
 | `placed`, `replicate+placed` | 2, 4 | blocks on different ranks, with micro-batches; with data parallelism |
 | `replicate+shard+tensor` | 8 | three axes |
-| `pipeline` | 2 | torch's pipeline stages, 1F1B |
+| `pipeline`, `tensor+pipeline` | 2, 4 | torch's pipeline stages, 1F1B; with more ranks, replicas of it |
 | `diloco`, `localsgd`, `sparseloco` | any | ranks train alone, and average every `--every` steps |
 | `demo`, `onebit-adam` | any | optimizers that communicate |
 
@@ -28,7 +28,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import thinwire
 from thinwire import outer
@@ -39,6 +42,7 @@ SYMBOLS = 128  # one per character
 NEAR = 2e-4  # relative difference of weights that rounding may cause
 OUTER = {"diloco": outer.DiLoCo, "localsgd": outer.LocalSGD, "sparseloco": outer.SparseLoCo}
 OPTIMIZERS = {"demo": outer.DeMo, "onebit-adam": outer.OneBitAdam}
+PIPELINES = ("pipeline", "tensor+pipeline")
 HYBRIDS = (
     *("replicate", "shard", "tensor", "placed"),
     *("replicate+shard", "replicate+tensor", "replicate+placed", "replicate+shard+tensor"),
@@ -156,28 +160,53 @@ def by_plan(args, data, device):
 
 
 def by_pipeline(args, data, device):
-    """Train in two stages of torch's pipeline, with four micro-batches."""
-    layers, rank = list(gpt().to(device)), dist.get_rank()
-    half = 1 + LAYERS // 2
-    own = nn.Sequential(*(layers[half:] if rank else layers[:half]))
-    stage = thinwire.parallel.PipelineStage(own, rank, 2, device, codec=args.codec)
-    schedule, losses = Schedule1F1B(stage, 4, loss_fn=loss_of), []
-    optimizer = adam(own, args.lr)
-    for x, y in data:
+    """Train in two stages of torch's pipeline, with four micro-batches; layers split, replicas averaged."""
+    inside = 2 if "tensor" in args.kind else 1
+    sizes = (dist.get_world_size() // (2 * inside), 2, inside)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "pipeline", "tensor"))
+    layers, half, at = list(gpt().to(device)), 1 + LAYERS // 2, mesh.get_local_rank("pipeline")
+    own = nn.Sequential(*(layers[half:] if at else layers[:half]))
+    if inside > 1:
+        split(own, mesh["tensor"], args.codec)
+    group = mesh.get_group("pipeline")
+    stage = thinwire.parallel.PipelineStage(own, at, 2, device, group=group, codec=args.codec)
+    schedule, losses, optimizer = Schedule1F1B(stage, 4, loss_fn=loss_of), [], adam(own, args.lr)
+    for batch in data:
+        x, y = (each[mesh.get_local_rank("replicate") :: sizes[0]] for each in batch)
         optimizer.zero_grad()
         losses.clear()
-        schedule.step(target=y, losses=losses) if rank else schedule.step(x)
+        schedule.step(target=y, losses=losses) if at else schedule.step(x)
+        gradients = [local(p.grad) for p in own.parameters()]
+        thinwire.all_reduce(gradients, args.codec or "fp32", "avg", mesh.get_group("replicate"))
         optimizer.step()
-    offset = half * rank
-    mine = {
-        f"{int(name.split('.')[0]) + offset}.{name.partition('.')[2]}": p
-        for name, p in own.state_dict().items()
-    }
+    mine = {name: whole(each).cpu() for name, each in own.state_dict().items()}
     both = [None, None]
-    dist.all_gather_object(both, {name: each.cpu() for name, each in mine.items()})
-    loss = torch.stack(losses).mean() if rank else torch.zeros((), device=device)
-    dist.broadcast(loss, 1)
-    return loss, {name: each.to(device) for state in both for name, each in state.items()}
+    dist.all_gather_object(both, (at, torch.stack(losses).mean().item() if at else 0.0, mine), group)
+    state = {}
+    for place, _, part in sorted(both, key=lambda each: each[0]):
+        for name, each in part.items():
+            number, _, rest = name.partition(".")
+            state[f"{int(number) + half * place}.{rest}"] = each.to(device)
+    return max(loss for _, loss, _ in both), state
+
+
+def split(net, mesh, codec):
+    """Split the matrices of blocks over the ranks of a mesh."""
+    wires = {"forward": codec, "backward": codec}
+    column, row = thinwire.parallel.ColwiseParallel(**wires), thinwire.parallel.RowwiseParallel(**wires)
+    styles = dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "up"), column)
+    styles |= dict.fromkeys(("attention.wo", "down"), row)
+    parallelize_module(net, mesh, {f"*.{name}": style for name, style in styles.items()})
+
+
+def local(tensor):
+    """Return this rank's part of a tensor that may be split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor):
+    """Return the whole of a tensor that may be split."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def by_outer(args, data, device):
@@ -210,7 +239,7 @@ def options():
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
     )
-    parser.add_argument("--kind", default="replicate", choices=[*HYBRIDS, "pipeline", *OUTER, *OPTIMIZERS])
+    parser.add_argument("--kind", default="replicate", choices=[*HYBRIDS, *PIPELINES, *OUTER, *OPTIMIZERS])
     parser.add_argument(
         "--codec", help="such as int8; by default nothing is encoded, or what the method usually does"
     )
@@ -232,7 +261,7 @@ def main():
     text = torch.tensor([each for each in Path(argparse.__file__).read_bytes() if each < SYMBOLS])
     data = list(batches(text, args.steps, device))
     ways = {
-        "pipeline": by_pipeline,
+        **dict.fromkeys(PIPELINES, by_pipeline),
         **dict.fromkeys(OUTER, by_outer),
         **dict.fromkeys(OPTIMIZERS, by_optimizer),
     }
