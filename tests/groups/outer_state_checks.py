@@ -11,10 +11,7 @@ from thinwire.errors import Disagreement, InputError
 from thinwire.integrations.checkpoint import gradient_residuals
 from thinwire.outer import DiLoCo, reshard
 
-EXACT = (
-    "local fp32", "diloco int4+ef", "diloco random", "diloco streaming", "diloco overlapped", "diloco all",
-    "sparse overlapped", "diloco powersgd",
-)  # fmt: skip
+EXACT = "local fp32", "diloco random", "diloco all", "diloco powersgd", "sparse overlapped"
 
 
 def bits(model, optimizer, outer):
@@ -168,7 +165,7 @@ def check_leaving(rank, world, kind, *, hands_over):
     assert outer.step == 19
     globals_alike(outer)
     after = mean_residuals(outer, everybody)
-    if stays:
+    if stays and world > 2:  # a group of one sends nothing, and owes nothing
         same_means(before, after)
     train(model, optimizer, rank, 8, outer.step)
     globals_alike(outer)
