@@ -4,7 +4,8 @@ import copy
 
 import torch
 import torch.distributed as dist
-from outer_tools import alike, everyone, globals_alike, made, network, saved, sgd, train
+from attach_tools import alike, everyone, saved
+from outer_tools import globals_alike, made, network, sgd, train
 from start_program import digest, raises
 
 from thinwire.errors import Disagreement, InputError
