@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from outer_tools import alike, globals_alike, made, network, sgd, train
+from attach_tools import alike
+from outer_tools import globals_alike, made, network, sgd, train
 from start_program import digest, fork, join, meeting, raises, report, statuses
 
 from thinwire.errors import CommError

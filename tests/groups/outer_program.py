@@ -14,15 +14,14 @@ import traceback
 import outer_state_checks
 import torch
 import torch.distributed as dist
+from attach_tools import alike, everyone
 from outer_tools import (
     KINDS,
     LR,
     NESTEROV,
     WIDTH,
     Reference,
-    alike,
     emulated,
-    everyone,
     far,
     globals_alike,
     made,
@@ -34,8 +33,9 @@ from start_program import digest, join, raises, report, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from thinwire.channel import Channel
 from thinwire.errors import CommError, Disagreement, InputError, NotFiniteError
-from thinwire.outer import DiLoCo, LocalSGD
+from thinwire.outer import DiLoCo, LocalSGD, SparseLoCo, joining
 from thinwire.policy import Policy, Rule
 from thinwire.runtimes.trace import trace
 
@@ -99,7 +99,7 @@ def every_step_is_ddp(rank, world):
 
 def overlapped(rank, world):
     """With a delay, and with buffers of batch norm: as computed one rank after another in float64."""
-    for delay, alpha in ((0, 0.0), (2, 0.5), (2, 0.0)):
+    for delay, alpha in ((0, 0.0), (2, 0.25), (2, 0.0)):
         model = network(norm=False)
         wanted = emulated([copy.deepcopy(model) for _ in range(world)], NESTEROV, 3, delay, alpha, 12)
         optimizer = sgd(model)
@@ -108,6 +108,29 @@ def overlapped(rank, world):
         assert [each.due for each in outer.fragments] == [12 + delay if delay else 0]
         assert outer.rounds == (3 if delay else 4)
         assert far(outer.global_weights().values(), wanted) < 2e-5, (delay, alpha)
+
+
+def sparse_residuals_decay(rank, world):
+    """SparseLoCo: e = decay e + outer gradient; the largest of e are sent, and the others stay in e."""
+    codec, every, decay, lr = "topk/0.05+ef", 3, 0.5, 0.8
+    model = network(norm=False)
+    twin = copy.deepcopy(model)
+    optimizer, other = sgd(model), sgd(twin)
+    outer = SparseLoCo(model, optimizer, every, codec, lr=lr, decay=decay)
+    weights, channel = [each.detach().clone() for each in twin.parameters()], Channel(codec)
+    for step in range(0, 5 * every, every):
+        train(model, optimizer, rank, every, step)
+        train(twin, other, rank, every, step)
+        for i, (weight, local) in enumerate(zip(weights, twin.parameters(), strict=True)):
+            gradient = (weight - local.detach()).view(-1)
+            if weight.numel() > 10_000:
+                if step:
+                    channel.residuals[str(i)] *= decay
+                gradient = channel.decode(channel.encode(gradient, str(i)), weight.numel())
+            weight -= lr * (sum(everyone(gradient)) / world).view_as(weight)
+            local.data.copy_(weight)
+        assert far(outer.global_weights().values(), weights) < 1e-4, step
+    assert 5.0 < outer.stats()["ratio"] < 20.0, outer.stats()["ratio"]
 
 
 def streaming(rank, world):
@@ -189,23 +212,29 @@ def sixteen_bits(rank, world):
     model = network(norm=False, dtype=torch.bfloat16)
     optimizer = sgd(model)
     outer = DiLoCo(model, optimizer, 2, "int8")
-    start = outer.global_weights()
-    outer.sync()  # nobody trained: nothing changes, although local weights were rounded
-    assert digest(start.values()) == digest(outer.global_weights().values())
     train(model, optimizer, rank, 8)
     globals_alike(outer)
     weights = list(outer.global_weights().values())
     assert any(not torch.equal(each, each.bfloat16().float()) for each in weights)
     assert digest(model.parameters()) == digest(each.bfloat16() for each in weights)
     assert outer.stats()["copies"] == len(weights)
+    outer.detach()
+    outer = LocalSGD(model, optimizer, 2, "fp32")
+    train(model, optimizer, rank, 4)
+    weights = digest(outer.global_weights().values())
+    outer.sync()  # again nobody trained
+    assert weights == digest(outer.global_weights().values())
 
 
 def not_finite(rank, world):
     """All ranks raise the same error, or skip the outer step; later ones are finite."""
     del world
-    for codec in ("fp32", "int8", "int4", "onebit", "topk/0.02+ef", "qsgd4", "powersgd", "dct-topk"):
-        for bad in (float("nan"), float("inf")):
-            check_not_finite(rank, codec, bad)
+    nan, inf = float("nan"), float("inf")
+    for codec, bad in (
+        ("fp32", inf), ("int8", nan), ("int4", inf), ("onebit", nan), ("topk/0.02+ef", nan), ("qsgd4", inf),
+        ("powersgd", nan), ("dct-topk", inf),
+    ):  # fmt: skip
+        check_not_finite(rank, codec, bad)
 
 
 def check_not_finite(rank, codec, bad):
@@ -264,6 +293,26 @@ def disagree(rank, world):
     kind = LocalSGD if odd else DiLoCo
     model = network()
     alike(raises(Disagreement, ["LocalSGD", "DiLoCo"], kind, model, sgd(model), 4, "int8"))
+
+
+def beginning(rank, world):
+    """Ranks receive the weights of the first, unless all have them: then nothing is sent."""
+    del world
+    sent, before = [], joining.broadcast
+
+    def broadcast(content, *where):
+        sent.append(len(content))
+        return before(content, *where)
+
+    joining.broadcast = broadcast
+    try:
+        for seed, times in ((0, 0), (rank, 1)):
+            model = network(seed)
+            DiLoCo(model, sgd(model)).detach()
+            alike(digest(model.state_dict().values()))
+            assert len(sent) == times
+    finally:
+        joining.broadcast = before
 
 
 def with_statement(rank, world):
@@ -330,8 +379,9 @@ def two_levels(rank, world):
 CHECKS = {
     **{f"kind {name}": kind_check(name) for name in KINDS},
     **{each.__name__: each for each in (
-        equals_torch, every_step_is_ddp, overlapped, streaming, bytes_sent, buffers, frozen, sixteen_bits,
-        not_finite, disagree, with_statement, refusals, two_levels, *outer_state_checks.CHECKS,
+        equals_torch, every_step_is_ddp, overlapped, sparse_residuals_decay, streaming, bytes_sent, buffers,
+        frozen, sixteen_bits, not_finite, disagree, beginning, with_statement, refusals, two_levels,
+        *outer_state_checks.CHECKS,
     )},
 }  # fmt: skip
 SLOW = []

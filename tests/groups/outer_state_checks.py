@@ -4,17 +4,15 @@ import copy
 
 import torch
 import torch.distributed as dist
-from outer_tools import alike, everyone, globals_alike, made, network, saved, sgd, train
+from attach_tools import alike, everyone, saved
+from outer_tools import globals_alike, made, network, sgd, train
 from start_program import digest, raises
 
 from thinwire.errors import Disagreement, InputError
 from thinwire.integrations.checkpoint import gradient_residuals
 from thinwire.outer import DiLoCo, reshard
 
-EXACT = (
-    "local fp32", "diloco int4+ef", "diloco random", "diloco streaming", "diloco overlapped", "diloco all",
-    "sparse overlapped", "diloco powersgd",
-)  # fmt: skip
+EXACT = "local fp32", "diloco random", "diloco all", "diloco powersgd", "sparse overlapped"
 
 
 def bits(model, optimizer, outer):
@@ -168,7 +166,7 @@ def check_leaving(rank, world, kind, *, hands_over):
     assert outer.step == 19
     globals_alike(outer)
     after = mean_residuals(outer, everybody)
-    if stays:
+    if stays and world > 2:  # a group of one sends nothing, and owes nothing
         same_means(before, after)
     train(model, optimizer, rank, 8, outer.step)
     globals_alike(outer)

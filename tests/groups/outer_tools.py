@@ -1,10 +1,7 @@
 """What the checks of `outer_program.py` share: a model, its training, and the outer loop computed again."""
 
-import copy
-import io
-
 import torch
-import torch.distributed as dist
+from attach_tools import alike, everyone
 from start_program import digest
 from torch import nn
 
@@ -70,19 +67,6 @@ def made(kind, seed=0, model=None, optimizer=None, **more):
     return model, optimizer, method(model, optimizer, **{**options, **more})
 
 
-def everyone(thing, group=None):
-    """What every rank has."""
-    gathered = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, copy.deepcopy(thing), group)
-    return gathered
-
-
-def alike(thing, group=None):
-    """That all ranks have the same."""
-    everything = everyone(thing, group)
-    assert all(each == everything[0] for each in everything), everything
-
-
 def globals_alike(outer):
     """That all ranks have the same bits of all global weights, and of the outer optimizer."""
     weights = digest(outer.global_weights().values())
@@ -93,14 +77,6 @@ def globals_alike(outer):
         if isinstance(each, torch.Tensor)
     )
     alike((weights, momenta, outer.step, outer.rounds), outer.group)
-
-
-def saved(state):
-    """As a file would have it."""
-    room = io.BytesIO()
-    torch.save(state, room)
-    room.seek(0)
-    return torch.load(room, weights_only=True)
 
 
 class Reference:

@@ -16,7 +16,7 @@ def test_every_check_holds_on_every_rank(world, said):
     assert {(each["check"], each["rank"]): each["wrong"] for each in reports if each["wrong"]} == {}
     done = {(each["check"], each["rank"]) for each in reports}
     assert done == {(name, rank) for name in lines[0]["checks"] for rank in range(world)}
-    assert len(lines[0]["checks"]) == 31
+    assert len(lines[0]["checks"]) == 33
 
 
 @pytest.mark.rest

@@ -167,9 +167,9 @@ class Outer:
         """Continue in a new group: those who stay call this, those who join make a new outer loop.
 
         A rank that joins, or that missed an outer step, receives the global weights, the outer optimizer's
-        state and the number of steps. Others keep their local weights. An outer step in flight is dropped; its
-        work is part of the next one. Residuals move along; those of a rank that left without `hand_over`
-        are lost.
+        state and the number of steps. Others keep their local weights. An outer step in flight is dropped;
+        its work is part of the next one. Residuals move along, but not those of a rank that left without
+        `hand_over`.
         """
         check_group(self.model, group, self.device)
         before = self.group, [fragment.handle for fragment in self.fragments]

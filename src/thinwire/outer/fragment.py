@@ -25,6 +25,7 @@ from thinwire.integrations.futures import Future
 from thinwire.integrations.handle import Handle
 from thinwire.outer.settings import Settings
 from thinwire.policy import TensorInfo
+from thinwire.runtimes import process_group
 from thinwire.runtimes.trace import trace
 from thinwire.runtimes.work import Work
 
@@ -167,12 +168,20 @@ class Fragment:
             if self.future is not None:
                 self.future.wait()
             self.averages.wait()
+            self._check()
         except BaseException:
             self.drop()
             raise
         finally:
             self.waited_s += time.perf_counter() - began
             self.future = None
+
+    def _check(self) -> None:
+        """On a GPU, wait for the device: a call that failed there ends too, but with no mean."""
+        runtime = process_group.runtime_of(self.handle.group, self.buffer.device)
+        if runtime.on_streams:
+            torch.cuda.current_stream(self.buffer.device).synchronize()
+            runtime.check()
 
     def is_finite(self) -> bool:
         """Whether the mean is finite: the same answer on every rank, for all have its bits."""

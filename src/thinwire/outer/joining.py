@@ -4,6 +4,7 @@ The same calls serve ranks that begin, ranks that join and ranks that stay: an o
 that regroups meet here.
 """
 
+import hashlib
 import io
 import struct
 import zlib
@@ -34,11 +35,26 @@ PIECE = 1 << 24  #: elements that are broadcast at once
 class Facts(NamedTuple):
     """What a rank tells when it forms a group."""
 
-    is_member: bool  #: whether it was in a group before
+    is_member: int  #: whether it was in a group before
     rounds: int  #: outer steps that it used
     step: int
     world: int  #: of the group before
-    shared: bool  #: whether it has the mean of all residuals
+    shared: int  #: whether it has the mean of all residuals
+    digest: int  #: of its weights, if it was in no group
+
+    def lacks(self, ahead: "Facts") -> bool:
+        """Whether this rank needs the state of the rank that is ahead of all others."""
+        if ahead.is_member:
+            return self[:2] != ahead[:2]
+        return self.digest != ahead.digest
+
+
+def _digest(outer: "Outer") -> int:
+    """Return a checksum of the model: ranks that begin with equal weights need not send them."""
+    hashed = hashlib.blake2b(digest_size=7)
+    for tensor in (*(place.local for place in outer.places), *untrained(outer.model).values()):
+        hashed.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(hashed.digest())
 
 
 def fragments(outer: "Outer", buffers: Sequence[Tensor]) -> list[Fragment]:
@@ -76,17 +92,17 @@ def enter(outer: "Outer", before: Sequence[Handle] | None) -> None:
         numel = sum(place.local.numel() for place in outer.places)
         detail = f"model {zlib.crc32(model.encode()):08x} of {numel:,} elements"
         runtime.compare(Call("attach", outer.settings.method, (), "", "", f"{outer.text}, {detail}"))
-    mine = Facts(
-        before is not None, outer.rounds, outer.step, before[0].world if before else 0, outer.shared_residuals
-    )
-    facts = [Facts(bool(a), b, c, d, bool(e)) for a, b, c, d, e in gathered(mine, outer.group, device)]
+    was = before[0].world if before else 0
+    digest = 0 if was else _digest(outer)
+    mine = Facts(was > 0, outer.rounds, outer.step, was, outer.shared_residuals, digest)
+    facts = [Facts(*each) for each in gathered(mine, outer.group, device)]
     source = max(range(runtime.world), key=lambda rank: (facts[rank].is_member, facts[rank].rounds, -rank))
     ahead = facts[source]
     moved = _moved_residuals(before, outer, facts) if before is not None else [{} for _ in outer.fragments]
-    content = packed(state(outer)) if runtime.rank == source else b""
-    if any(each[:2] != ahead[:2] for each in facts) or not ahead.is_member:
+    if any(each.lacks(ahead) for each in facts):
+        content = packed(state(outer)) if runtime.rank == source else b""
         content = broadcast(content, source, outer.group, device)
-        if runtime.rank != source and (mine[:2] != ahead[:2] or not ahead.is_member):
+        if mine.lacks(ahead):
             take(outer, unpacked(content))
     for fragment, residuals in zip(outer.fragments, moved, strict=True):
         fragment.drop()
