@@ -9,10 +9,11 @@ pytestmark = pytest.mark.timeout(WALL_S + 20)
 @pytest.mark.parametrize(
     ("world", "parts"),
     [
-        (2, ("demo",)),
+        (2, ("demo", "adam", "loco")),
         pytest.param(2, ("learning",), marks=pytest.mark.rest),
-        (3, ("demo",)),
-        pytest.param(4, ("demo",), marks=pytest.mark.rest),
+        (3, ("demo", "adam")),
+        pytest.param(3, ("loco",), marks=pytest.mark.rest),
+        pytest.param(4, ("demo", "adam", "loco"), marks=pytest.mark.rest),
     ],
 )
 def test_every_check_holds_on_every_rank(world, parts, said):
@@ -23,3 +24,10 @@ def test_every_check_holds_on_every_rank(world, parts, said):
         mine = [each for each in reports if each["check"] == name]
         assert len(mine) == world
         assert len({each["digest"] for each in mine}) == 1, f"{name}: ranks hold different bits"
+
+
+def test_survivors_of_a_dead_rank_raise(said):
+    lines, _ = said("outer_fault_program.py", wall_s=WALL_S)
+    cases = {(each["kind"], each["when"], each["rank"]): each["said"] for each in lines}
+    assert len(cases) == 5 * 2
+    assert set(map(tuple, cases.values())) == {("CommError", "CommError")}, cases
