@@ -13,7 +13,7 @@ from start_program import join, report, start
 from thinwire.errors import CommError
 from thinwire.outer import DeMo, LoCo, OneBitAdam, ZeroOneAdam
 
-TIMEOUT_S, WORLD = 5, 3
+TIMEOUT_S, WORLD = 20, 3
 MAKE = {
     "demo": lambda given: DeMo(given, lr=0.1, min_numel=100),
     "one_bit_adam": lambda given: OneBitAdam(given, warmup_steps=1, min_numel=100),

@@ -2,7 +2,7 @@
 
 import pytest
 
-WALL_S = 240
+WALL_S = 280
 pytestmark = pytest.mark.timeout(WALL_S + 20)
 
 

@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from thinwire import slots
 from thinwire.codecs import AnySpec
+from thinwire.codecs import get as get_codec
+from thinwire.errors import InputError
 from thinwire.outer.communicating import Communicating, check_number
 from thinwire.outer.flat import Flat, Layout, Part
 from thinwire.outer.mean import Sending
@@ -58,6 +60,11 @@ class DeMo(Communicating):
         self.sign = sign
         defaults = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
         super().__init__(params, defaults, Sending(codec, "one_shot", group, min_numel, check_start))
+        for rule in self.mean.policy.rules:
+            if get_codec(rule.codec).feedback not in ("", "float32"):
+                raise InputError(
+                    f"{rule.codec}: DeMo's momentum is the residual, in float32; leave out '+ef:...'"
+                )
 
     def _check_options(self, group: Any) -> None:
         super()._check_options(group)
