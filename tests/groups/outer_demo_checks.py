@@ -1,6 +1,7 @@
 """DeMo beside a plain implementation of the published algorithm."""
 
 import math
+import os
 
 import torch
 from outer_tools import SHAPES, alike, away, give, gradient, random, resumes, run, same, trains, weights
@@ -168,6 +169,23 @@ def ranks_that_disagree_all_raise(rank, world):
     return params
 
 
+def a_learning_rate_that_differs_later_is_found_in_debug_mode(rank, world):
+    del world
+    params = weights()
+    optimizer = DeMo(params, lr=0.02)
+    run(optimizer, params, rank, 2)
+    before = digest(params)
+    optimizer.param_groups[0]["lr"] = 0.01 + 0.01 * rank
+    os.environ["THINWIRE_DEBUG"] = "1"
+    try:
+        give(params, rank, 2)
+        raises(Disagreement, ["lr 0.01", "step 2"], optimizer.step)
+    finally:
+        del os.environ["THINWIRE_DEBUG"]
+    assert digest(params) == before
+    return params
+
+
 def weights_and_gradients_are_compared_at_the_start(rank, world):
     params = weights()
     with torch.no_grad():
@@ -248,6 +266,7 @@ CHECKS = (
     nan_reaches_all_ranks,
     a_missing_gradient_counts_as_zeros,
     ranks_that_disagree_all_raise,
+    a_learning_rate_that_differs_later_is_found_in_debug_mode,
     weights_and_gradients_are_compared_at_the_start,
     a_state_that_does_not_fit_changes_nothing,
     frozen_parameters_are_left_alone,

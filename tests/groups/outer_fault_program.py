@@ -1,9 +1,10 @@
-"""Ranks with an optimizer that communicates; one dies: `python outer_fault_program.py`.
+"""Ranks with an optimizer that communicates; one dies: `python outer_fault_program.py demo loco`.
 
 Kinds of optimizers run one after another, each in ranks of its own.
 """
 
 import os
+import sys
 import time
 
 import torch
@@ -44,6 +45,6 @@ def main(rank, world, place, kind, when):
 
 
 if __name__ == "__main__":
-    for kind in MAKE:
-        for when in ("start", "later") if kind == "demo" else ("later",):
+    for kind in sys.argv[1:]:
+        for when in ("start", "later"):
             start("fork", WORLD, main, kind, when)

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.timeout(WALL_S + 20)
     [
         (2, ("demo", "adam", "loco")),
         pytest.param(2, ("learning",), marks=pytest.mark.rest),
-        (3, ("demo", "adam")),
-        pytest.param(3, ("loco",), marks=pytest.mark.rest),
+        (3, ("demo",)),
+        pytest.param(3, ("adam", "loco"), marks=pytest.mark.rest),
         pytest.param(4, ("demo", "adam", "loco"), marks=pytest.mark.rest),
     ],
 )
@@ -26,8 +26,13 @@ def test_every_check_holds_on_every_rank(world, parts, said):
         assert len({each["digest"] for each in mine}) == 1, f"{name}: ranks hold different bits"
 
 
-def test_survivors_of_a_dead_rank_raise(said):
-    lines, _ = said("outer_fault_program.py", wall_s=WALL_S)
+@pytest.mark.parametrize(
+    "kinds",
+    [("demo",), pytest.param(("one_bit_adam", "zero_one_adam", "loco"), marks=pytest.mark.rest)],
+    ids=" ".join,
+)
+def test_survivors_of_a_dead_rank_raise(kinds, said):
+    lines, _ = said("outer_fault_program.py", *kinds, wall_s=WALL_S)
     cases = {(each["kind"], each["when"], each["rank"]): each["said"] for each in lines}
-    assert len(cases) == 5 * 2
+    assert len(cases) == len(kinds) * 2 * 2
     assert set(map(tuple, cases.values())) == {("CommError", "CommError")}, cases
