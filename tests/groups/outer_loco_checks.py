@@ -23,7 +23,8 @@ from torch import nn
 import thinwire
 from thinwire import codecs
 from thinwire.errors import Disagreement, InputError
-from thinwire.outer import DeMo, LoCo, OneBitAdam
+from thinwire.outer import DeMo, LoCo, OneBitAdam, ZeroOneAdam
+from thinwire.runtimes.gloo_transport import GlooTransport
 
 BETA, RESET, EXACT = 0.3, 4, (1, 3)
 
@@ -177,6 +178,49 @@ def one_ranks_overflow_skips_the_step_of_all(rank, world):
     return params
 
 
+def sent_nbytes_are_the_bytes_given_to_gloo(rank, world):
+    """In steps like earlier ones; ranks compare a call when it is new."""
+    posted, start = [], GlooTransport._start
+
+    def counting(self, post, parcels, way, tag, messages):
+        if way == "was taken by":
+            posted.extend(wire.numel() for _, wire in parcels)
+        start(self, post, parcels, way, tag, messages)
+
+    made = (
+        lambda p: DeMo(p, min_numel=100),
+        lambda p: OneBitAdam(p, warmup_steps=2, min_numel=100),
+        lambda p: ZeroOneAdam(
+            p,
+            var_freeze_step=5,
+            var_update_scaler=2,
+            local_step_scaler=2,
+            local_step_clipper=2,
+            min_numel=100,
+        ),
+        loco,
+    )
+    for make in made:
+        params = weights()
+        optimizer = make(params)
+        run(optimizer, params, rank, 4)
+        GlooTransport._start = counting
+        try:
+            counts = []
+            for step in range(4, 12):
+                posted.clear()
+                before = optimizer.sent_nbytes
+                run(optimizer, params, rank, 1, step)
+                counts.append((optimizer.sent_nbytes - before, sum(posted)))
+        finally:
+            GlooTransport._start = start
+        assert all(said == real for said, real in counts), (type(optimizer).__name__, counts)
+        assert any(real for _, real in counts)
+        assert isinstance(optimizer, ZeroOneAdam) == any(real == 0 for _, real in counts)
+    del world
+    return []
+
+
 def a_closure_is_run_once(rank, world):
     del world
     params, calls = weights(), []
@@ -250,6 +294,7 @@ CHECKS = (
     disagreeing_ranks_raise,
     a_scheduler_and_named_parameters,
     one_ranks_overflow_skips_the_step_of_all,
+    sent_nbytes_are_the_bytes_given_to_gloo,
     a_closure_is_run_once,
     a_group_of_some_ranks,
     gradients_of_ddp_are_refused,
