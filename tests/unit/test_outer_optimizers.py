@@ -117,6 +117,7 @@ def test_wrong_options_are_refused():
         (DeMo, {"lr": torch.tensor(0.1)}, "lr must be a plain number: lr=0.1"),
         (DeMo, {"decay": 1.0}, "decay must be a number from 0 on and under 1"),
         (DeMo, {"weight_decay": "much"}, "weight_decay must be"),
+        (DeMo, {"mean": "everyone"}, "mean must be one of: senders, ranks"),
         (DeMo, {"min_numel": -1}, "min_numel must be"),
         (OneBitAdam, {"warmup_steps": 0}, "warmup_steps must be a number of steps, 1 or more"),
         (OneBitAdam, {**adam, "betas": (0.9,)}, "betas must be two numbers"),
