@@ -1,6 +1,7 @@
 """DeMo beside a plain implementation of the published algorithm."""
 
 import math
+import os
 
 import torch
 from outer_tools import SHAPES, alike, away, give, gradient, random, resumes, run, same, trains, weights
@@ -28,7 +29,7 @@ def cosines(n):
 
 
 def sent_of(delta, chunk, k):
-    """What a rank sends of a matrix or of a vector, decoded."""
+    """What a rank sends of a matrix or of a vector: cosines, which of them, and how to decode them."""
     shape = delta.shape
     if len(shape) == 1:
         h, w = 1, chunk
@@ -39,38 +40,61 @@ def sent_of(delta, chunk, k):
     tiles = padded.view(padded.shape[0] // h, h, padded.shape[1] // w, w).transpose(1, 2)
     there = (cosines(h) @ tiles @ cosines(w).T).flatten(2)
     keep = there.abs().topk(min(k, h * w), dim=-1).indices
-    kept = torch.zeros_like(there).scatter(2, keep, there.gather(2, keep)).view(tiles.shape)
-    back = (cosines(h).T @ kept @ cosines(w)).transpose(1, 2).reshape(padded.shape)
-    return back.flatten()[: delta.numel()].view(shape)
+    kept = torch.zeros_like(there).scatter(2, keep, there.gather(2, keep))
+    places = torch.zeros_like(there).scatter(2, keep, 1.0)
+
+    def decoded(cosine):
+        back = (cosines(h).T @ cosine.view(tiles.shape) @ cosines(w)).transpose(1, 2).reshape(padded.shape)
+        return back.flatten()[: delta.numel()].view(shape)
+
+    return kept, places, decoded
 
 
-def published(world, steps, lr, decay, weight_decay, chunk, k, sign, exact=()):
+def published(world, steps, lr, decay, weight_decay, chunk, k, sign, mean, exact=()):
     """DeMo of all ranks, in one process and in float64."""
     xs = [p.detach().double() for p in weights()]
     deltas = [[torch.zeros_like(x) for x in xs] for _ in range(world)]
     for step in range(steps):
         for i, x in enumerate(xs):
-            total = torch.zeros_like(x)
+            sums, counts = [], []
             for rank in range(world):
                 delta = deltas[rank][i]
                 delta.mul_(decay).add_(gradient(rank, step, i, tuple(x.shape)).double(), alpha=lr)
-                sent = delta.clone() if i in exact else sent_of(delta, chunk, k)
-                delta -= sent
-                total += sent / world
+                kept, places, decoded = sent_of(delta, chunk, k)
+                if i in exact:
+                    kept, places, decoded = delta.clone(), torch.ones_like(delta), torch.clone
+                delta -= decoded(kept)
+                sums.append(kept)
+                counts.append(places)
+            divisor = sum(counts).clamp(min=1.0) if mean == "senders" else world
+            total = decoded(sum(sums) / divisor)
             x.mul_(1 - lr * weight_decay).sub_(lr * total.sign() if sign else total)
     return xs, deltas
 
 
 def the_published_algorithm(rank, world):
     """Every tensor in cosines, with and without sign; then vectors and small tensors whole."""
-    for sign, codec, exact in ((False, ALL, ()), (True, ALL, ()), (False, "dct/16:5", (1, 3))):
+    cases = (
+        (False, "senders", ALL, ()),
+        (True, "senders", ALL, ()),
+        (True, "ranks", ALL, ()),
+        (False, "ranks", "dct/16:5", (1, 3)),
+    )
+    for sign, mean, codec, exact in cases:
         params = weights()
-        options = {"lr": 0.02, "decay": 0.9, "weight_decay": 0.1, "sign": sign, "min_numel": 100}
+        options = {
+            "lr": 0.02,
+            "decay": 0.9,
+            "weight_decay": 0.1,
+            "sign": sign,
+            "mean": mean,
+            "min_numel": 100,
+        }
         optimizer = DeMo(params, codec=codec, **options)
         run(optimizer, params, rank, 8)
         del options["min_numel"]
         expected, deltas = published(world, 8, chunk=16, k=5, exact=exact, **options)
-        assert away(params, expected) < 1e-5, (sign, codec, away(params, expected))
+        assert away(params, expected) < 1e-5, (sign, mean, codec)
         for i, _ in enumerate(SHAPES):
             residual = [x for slot, x in optimizer.mean.residuals() if slot.startswith(f"parameter{i}/")]
             assert bool(residual) == (i not in exact)
@@ -149,7 +173,8 @@ def ranks_that_disagree_all_raise(rank, world):
     """Before anything changes; and the group stays usable."""
     del world
     cases = (
-        ({"codec": "dct/64:8" if rank else "dct/64:16"}, "dct/64:8+ef"),
+        ({"codec": "dct/64:8" if rank else "dct/64:16"}, "dct/64:8~senders+ef"),
+        ({"mean": "ranks" if rank else "senders"}, "dct/64:32~ranks+ef"),
         ({"decay": 0.9 if rank else 0.99}, "decay 0.9"),
         ({"lr": 0.1 if rank else 0.2}, "lr 0.1"),
         ({"sign": bool(rank)}, "sign False"),
@@ -165,6 +190,23 @@ def ranks_that_disagree_all_raise(rank, world):
     optimizer = DeMo(params, lr=0.02)
     run(optimizer, params, rank, 1)
     alike(params)
+    return params
+
+
+def a_learning_rate_that_differs_later_is_found_in_debug_mode(rank, world):
+    del world
+    params = weights()
+    optimizer = DeMo(params, lr=0.02)
+    run(optimizer, params, rank, 2)
+    before = digest(params)
+    optimizer.param_groups[0]["lr"] = 0.01 + 0.01 * rank
+    os.environ["THINWIRE_DEBUG"] = "1"
+    try:
+        give(params, rank, 2)
+        raises(Disagreement, ["lr 0.01", "step 2"], optimizer.step)
+    finally:
+        del os.environ["THINWIRE_DEBUG"]
+    assert digest(params) == before
     return params
 
 
@@ -248,6 +290,7 @@ CHECKS = (
     nan_reaches_all_ranks,
     a_missing_gradient_counts_as_zeros,
     ranks_that_disagree_all_raise,
+    a_learning_rate_that_differs_later_is_found_in_debug_mode,
     weights_and_gradients_are_compared_at_the_start,
     a_state_that_does_not_fit_changes_nothing,
     frozen_parameters_are_left_alone,

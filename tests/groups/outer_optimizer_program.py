@@ -10,6 +10,7 @@ import traceback
 
 import outer_adam_checks
 import outer_demo_checks
+import outer_loco_checks
 import torch.distributed as dist
 from start_program import digest, join, report, start
 
@@ -17,7 +18,8 @@ TIMEOUT_S = 60
 PARTS = {
     "demo": outer_demo_checks.CHECKS,
     "adam": outer_adam_checks.CHECKS,
-    "learning": (*outer_demo_checks.LEARNING, *outer_adam_checks.LEARNING),
+    "loco": outer_loco_checks.CHECKS,
+    "learning": (*outer_demo_checks.LEARNING, *outer_adam_checks.LEARNING, *outer_loco_checks.LEARNING),
 }
 
 

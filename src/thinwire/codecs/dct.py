@@ -180,6 +180,19 @@ class DctTopK(Codec):
 
     def _decode(self, wire: Tensor, out: Tensor, weight: float, *, add: bool) -> None:
         rows, numel = out.shape
+        coefficients, _ = self._coefficients(wire, numel)
+        decoded = self._from_coefficients(coefficients, rows, numel) * weight
+        if add:
+            out += decoded
+        else:
+            out.copy_(decoded)
+
+    def _coefficients(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return the coefficients [rows * tiles, size] of wires, and the places [rows * tiles, k] of those.
+
+        On a GPU, those of a damaged wire are NaN.
+        """
+        rows = wire.shape[0]
         indices, values, _ = self.sections(numel)
         count, size, kept = self._count(numel), self._size, self._kept
         programs = select.gpu(wire.device, size)
@@ -198,17 +211,18 @@ class DctTopK(Codec):
             places = torch.where(fine.unsqueeze(1), places, torch.arange(kept, device=places.device))
         inside = wire[:, indices.nbytes : indices.nbytes + values.nbytes]
         arrived = self._values.decode(inside, count * kept).view(-1, kept)
-        coefficients = torch.zeros((rows * count, size), device=out.device).scatter_(1, places, arrived)
+        coefficients = torch.zeros((rows * count, size), device=wire.device).scatter_(1, places, arrived)
+        if wire.device.type != "cpu":
+            whole = block_reference.guard(wire, self.tag(numel), coefficients.view(rows, -1))
+            whole = whole.masked_fill(~fine.view(rows, -1).all(1, keepdim=True), torch.nan)
+            coefficients = whole.view(coefficients.shape)
+        return coefficients, places
+
+    def _from_coefficients(self, coefficients: Tensor, rows: int, numel: int) -> Tensor:
+        """Return the values [rows, numel] of coefficients [rows * tiles, size]."""
         slabs = self._slabs(coefficients.view(-1, *self._sides))
         tiles = torch.cat([transform(slab, inverse=True) for slab in slabs])
-        decoded = self._join(tiles, rows, numel) * weight
-        if wire.device.type != "cpu":
-            decoded = block_reference.guard(wire, self.tag(numel), decoded)
-            decoded = decoded.masked_fill(~fine.view(rows, -1).all(1, keepdim=True), torch.nan)
-        if add:
-            out += decoded
-        else:
-            out.copy_(decoded)
+        return self._join(tiles, rows, numel)
 
 
 def transform(tiles: Tensor, *, inverse: bool = False) -> Tensor:

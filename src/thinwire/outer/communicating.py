@@ -45,8 +45,9 @@ class Communicating(Optimizer):
                 f"{type(self).__name__} communicates; call torch.distributed.init_process_group before you "
                 "make it, for example under torchrun or thinwire launch"
             )
-        self.world = dist.get_world_size(sending.group)
-        self.rank = dist.get_rank(sending.group)
+        self.world, self.rank = dist.get_world_size(sending.group), dist.get_rank(sending.group)
+        if self.rank < 0:
+            raise InputError("this rank is not in the group; only its members make an optimizer for it")
 
     @property
     def sent_nbytes(self) -> int:

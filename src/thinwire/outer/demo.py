@@ -11,10 +11,12 @@ sends only the k largest coefficients of a discrete cosine transform. So the mom
 travels at once, and the rest follows later. Delta is what this package calls a residual, with a decay: it is
 the residual of the codec "dct/64:32", and any other codec may take its place.
 
-As published: the formulas, chunks of 64, k = 32, a decay of 0.999, sign, decoupled weight decay. Ours:
+As published: the formulas, chunks of 64, k = 32, a decay of 0.999, sign, decoupled weight decay, and a mean
+in which each cosine is divided by the number of ranks that sent it. Ours:
 
 - the transform's arithmetic, which is the same on all devices (`thinwire.codecs.dct`);
-- the mean is one over all ranks: the published code divides a coefficient by the ranks that sent it;
+- with mean="ranks", each cosine is divided by the number of all ranks, so that without sign all that is sent
+  arrives in the end;
 - vectors and small tensors are sent whole, so that they keep no momentum;
 - without sign, the step is the mean of what was sent, which contains the learning rate.
 """
@@ -25,11 +27,14 @@ import torch
 import torch.distributed as dist
 
 from thinwire import slots
-from thinwire.codecs import AnySpec
+from thinwire.codecs import AnySpec, Codec, DctTopK
+from thinwire.codecs import get as get_codec
+from thinwire.errors import InputError
 from thinwire.outer.communicating import Communicating, check_number
+from thinwire.outer.cosines import MEANS, SENDERS, Cosines
 from thinwire.outer.flat import Flat, Layout, Part
 from thinwire.outer.mean import Sending
-from thinwire.policy import SMALL, Policy
+from thinwire.policy import SMALL, Policy, Rule
 
 
 class DeMo(Communicating):
@@ -38,6 +43,7 @@ class DeMo(Communicating):
     codec: what is sent; "dct/64:32" is the 32 largest cosines of every 64 elements, or 64 x 64 of a matrix.
         Also a `thinwire.Policy`, for a codec by tensor.
     sign: step by the sign of the mean, as published; else by the mean itself.
+    mean: of cosines: over the "senders" of each one, as published, or over all "ranks", as for other codecs.
     min_numel: elements under which a tensor is sent in float32, as are vectors; 0 encodes all.
     check_start: compare weights and gradients between ranks before the first step.
     """
@@ -51,6 +57,7 @@ class DeMo(Communicating):
         weight_decay: float = 0.0,
         codec: AnySpec | Policy = "dct/64:32",
         sign: bool = True,
+        mean: str = SENDERS,
         min_numel: int = SMALL,
         group: dist.ProcessGroup | None = None,
         check_start: bool = True,
@@ -58,6 +65,11 @@ class DeMo(Communicating):
         self.sign = sign
         defaults = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
         super().__init__(params, defaults, Sending(codec, "one_shot", group, min_numel, check_start))
+        if mean not in MEANS:
+            raise InputError(f"mean must be one of: {', '.join(MEANS)}; not {mean!r}")
+        policy = self.mean.policy
+        rules = tuple(Rule(**{**vars(rule), "codec": _codec(rule.codec, mean)}) for rule in policy.rules)
+        self.mean.policy = Policy(policy.name, rules)
 
     def _check_options(self, group: Any) -> None:
         super()._check_options(group)
@@ -99,3 +111,11 @@ class DeMo(Communicating):
             # torch's sign of NaN is 0: the sum keeps NaN, and makes infinity NaN
             change.copy_(change.sign().add_(change, alpha=0))
         torch._foreach_add_(params, delta.tensors[part.tensors], alpha=-lr if self.sign else -1.0)
+
+
+def _codec(spec: str, mean: str) -> Codec:
+    """Return the codec that averages cosines, for a codec that sends cosines; else the codec itself."""
+    codec = get_codec(spec)
+    if codec.feedback not in ("", "float32"):
+        raise InputError(f"{spec}: DeMo's momentum is the residual, in float32; leave out '+ef:...'")
+    return Cosines.of(codec, mean) if isinstance(codec, DctTopK) else codec

@@ -18,6 +18,7 @@ steps, blocks of 128 elements, the same average for the part of the mean that a 
 rounded to 8 bits before it enters the average, and vectors and small tensors in float32.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,7 +114,7 @@ class LoCo(Communicating):
                 STORE.encode(average, out=held)
 
     def _load_torch_state(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(copy.deepcopy(state))  # torch would keep the caller's tensors
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
 
