@@ -135,7 +135,7 @@ class Engine:
         there, back = (self.post.counts[each] for each in (FORWARD, BACKWARD))
         sent, plain = there.sent_nbytes + back.sent_nbytes, there.plain_nbytes + back.plain_nbytes
         return {
-            "calls": self.post.step,
+            "calls": self.post.calls,
             "messages": there.messages + back.messages,
             "sent_nbytes": sent,
             "plain_nbytes": plain,

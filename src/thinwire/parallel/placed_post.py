@@ -61,7 +61,8 @@ class Post:
 
     group: dist.ProcessGroup
     settings: Settings
-    step: int = 0
+    step: int = 0  #: a number of the call: streams of random rounding begin with it
+    calls: int = 0
     counts: dict[str, Counts] = field(default_factory=lambda: {FORWARD: Counts(), BACKWARD: Counts()})
     leaving: list[Flight] = field(default_factory=list)
 
@@ -101,6 +102,13 @@ class Post:
             arrival.flights.append(flight)
             arrival.tensors.append(x)
         return arrival
+
+    @property
+    def draws(self) -> bool:
+        """Whether a codec rounds at random."""
+        return any(
+            each is not None and each.needs_rng for each in (self.settings.forward, self.settings.backward)
+        )
 
     def settle(self) -> None:
         """Wait until everything that was sent is on the wire."""

@@ -43,8 +43,9 @@ class Run:
     def forward(self) -> list[Tensor]:
         """Walk forward; return the tensors of the outputs."""
         parts = cut_up(self.inputs, self.plan.sizes)
-        seed = int(torch.empty((), dtype=torch.int64).random_()) if self.program.random else 0
-        self.engine.post.step += 1
+        draws = self.program.random or self.engine.post.draws
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else 0
+        self.engine.post.calls += 1
         with self._fate():
             self._check_hooks()
             self.tape = self.walker.forward(parts, self.grad, seed)

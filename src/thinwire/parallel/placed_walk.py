@@ -61,6 +61,7 @@ class Walker:
     def forward(self, inputs: Sequence[Mapping[str, Any]], grad: bool, seed: int) -> Tape:
         """Compute this rank's part; the tape has the outputs."""
         tape = Tape(grad, seed)
+        self.post.step = seed
         for chunk, each in enumerate(inputs):
             for name, value in each.items():
                 tape.leaves[name, chunk] = _cut(tensors_of(value), grad)
@@ -82,6 +83,7 @@ class Walker:
 
     def backward(self, tape: Tape, gradients: Gradients) -> None:
         """Walk back: add to `gradients`, which begins with those of the outputs."""
+        self.post.step = tape.seed
         for item in self.lists.backward if self.early else ():
             self._expect_gradient(item, gradients)
         for item in self.lists.backward:
