@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -287,7 +288,7 @@ def test_the_docs_list_every_key():
         (Split, "tensor.modules"),
         (Predicted, "predicted"),
     ):
-        for each in kind.__dataclass_fields__.values():
+        for each in fields(kind):
             key = f"{table}.{each.name}" if table else each.name
             assert f"| `{key}` | {each.metadata['help']} |" in text, key
 

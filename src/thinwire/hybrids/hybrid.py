@@ -78,15 +78,19 @@ class Hybrid:
         size = samples // self.parts
         return sliced(batch, self.part * size, (self.part + 1) * size)
 
-    def had(self, parameter: Tensor) -> bool:
-        """Whether the model had this parameter before the plan was applied, or has it now."""
-        return id(parameter) in self._before or any(parameter is each for each in self.model.parameters())
-
-    def now(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter that took the place of one that the model had; None if another rank has it."""
-        if id(parameter) in self._replaced:
-            return self._replaced[id(parameter)]
-        return parameter if any(parameter is each for each in self.model.parameters()) else None
+    def now(self, parameters: Iterable[Tensor]) -> dict[int, Tensor | None]:
+        """Return what took the place of parameters that the model had, by identity; None: another rank has it."""
+        own = {id(each) for each in self.model.parameters()}
+        renewed: dict[int, Tensor | None] = {}
+        for each in parameters:
+            if id(each) not in own and id(each) not in self._before:
+                raise InputError(
+                    f"a parameter of shape {tuple(each.shape)} does not belong to the {self.kind}, to which the "
+                    "plan was applied: a plan is for one model; put both models into one module, or use "
+                    "thinwire.hybrids.apply"
+                )
+            renewed[id(each)] = self._replaced.get(id(each), each if id(each) in own else None)
+        return renewed
 
     def layout_of(self, parameter: Tensor) -> Layout | None:
         """Return how a parameter is split; None if every rank holds the whole of it."""

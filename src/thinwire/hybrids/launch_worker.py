@@ -74,7 +74,11 @@ def _summarize(script: Script) -> None:
     assert script.hybrid is not None
     for axis, stats in zip(script.hybrid.handles, script.stats(), strict=True):
         say(headline(stats).replace("thinwire: ", f"thinwire: {axis}: ", 1))
-    if not script.hybrid.handles:
+    if script.hybrid.placed is not None:
+        sent = script.hybrid.placed.stats()
+        mb, plain = sent["sent_nbytes"] / 1e6, sent["plain_nbytes"] / 1e6
+        say(f"thinwire: placed: {sent['messages']} messages, {mb:,.1f} MB sent instead of {plain:,.1f} MB")
+    elif not script.hybrid.handles:
         say(f"thinwire: {script.steps} steps on {script.plan.shape()}")
 
 

@@ -81,14 +81,7 @@ class Script:
             _join(next(iter(model.parameters())).device)
             self.hybrid = apply(model, self.plan, seed=self.seed)
             self._watch(self.hybrid)
-        if not all(map(self.hybrid.had, tensors)):
-            raise InputError(
-                f"an optimizer has parameters that do not belong to the {self.hybrid.kind}, "
-                "to which the plan was applied: a plan is for one model; put both into one module, or use "
-                "thinwire.hybrids.apply"
-            )
-        now = {id(each): self.hybrid.now(each) for each in tensors}
-        return _renewed(given, now)
+        return _renewed(given, self.hybrid.now(tensors))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at every step of an optimizer, and save and load whole tensors."""
