@@ -36,6 +36,7 @@ from thinwire import data, machine
 from thinwire.parallel import SubBatches
 
 NAME, RANKS, SEEDS, KIND, NETWORK = "sub-batch-accuracy", 4, 5, "sub-batches", "cnn"
+ONE_BY_ONE = "one device, 4 updates"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Arm:
 
 ARMS = {
     BASE: Arm(False),
-    "one device, 4 updates": Arm(False, None, 4, True),
+    ONE_BY_ONE: Arm(False, None, 4, True),
     **{
         f"{bits} bits, K = {count}{', 4 updates' if updates else ''}": Arm(True, codec, count, updates)
         for count, updates in ((1, False), (4, False), (4, True))
@@ -221,15 +222,18 @@ def run(folder: Path, setting: Setting, seeds: int) -> dict[str, Any]:
 
 
 def tables(record: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Return the table of differences from one device, in the form of `parallel_accuracy_tables`."""
-    ((title, header, lines),) = parallel_accuracy_tables.tables(record)
-    lines = [
-        ["one device", *line[1:]] if line[0] == f"`{BASE}`" else [line[0].strip("`"), *line[1:]]
-        for line in lines
-    ]
-    kept = [i for i, name in enumerate(header) if name != "encoded"]
-    header = tuple(name.replace("fp32", "one device") for name in header)
-    return [(title, tuple(header[i] for i in kept), [[line[i] for i in kept] for line in lines])]
+    """Return the differences from one device that updates as often, as `parallel_accuracy_tables`."""
+    found = []
+    for base, updates in ((BASE, False), (ONE_BY_ONE, True)):
+        kept = [row for row in record["rows"] if ARMS[row["method"]].updates == updates]
+        rows = [{**row, "method": BASE if row["method"] == base else row["method"]} for row in kept]
+        for title, header, lines in parallel_accuracy_tables.tables({**record, "rows": rows}):
+            shown = [i for i, name in enumerate(header) if name != "encoded"]
+            names = tuple(header[i].replace(BASE, "one device") for i in shown)
+            cells = [[line[i].replace(f"`{BASE}`", "one device").strip("`") for i in shown] for line in lines]
+            title += ", an update after each sub-batch" if updates else ", one update in a step"
+            found.append((title, names, cells))
+    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Sub-batches without other processes: what is refused, how layers are split, what a timeline says."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +182,66 @@ def test_spans_are_measured():
     (record,) = timeline.records()
     assert record.end_s - record.start_s >= 0.01
     assert timeline.hidden_share() is None
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_study_compares_each_arm_with_one_device_that_updates_as_often():
+    import sub_batch_accuracy as study
+
+    rows = [
+        {"kind": "sub-batches", "network": "cnn", "method": name, "seed": seed, "encoded": None,
+         "sent_share": 0.25 if arm.codec else None, "value": 0.5 + 0.2 * arm.updates + seed / 10}
+        for seed in (0, 1) for name, arm in study.ARMS.items()
+    ]  # fmt: skip
+    settings = {"cnn": {"steps": 7, "batch": 8, "data": "digits"}}
+    once, each = study.tables({"rows": rows, "settings": settings})
+    assert [line[0] for line in once[2]][:2] == ["one device", "32 bits, K = 1"]
+    assert [line[0] for line in each[2]] == [
+        "one device",
+        "32 bits, K = 4, 4 updates",
+        "8 bits, K = 4, 4 updates",
+    ]
+    assert once[1][3] == "points from one device"
+    assert {line[3] for line in (*once[2][1:], *each[2][1:])} == {"+0.00"}
+    assert "after each sub-batch" in each[0]
+
+
+@pytest.mark.usefixtures("alone", "benchmarks")
+def test_a_timeline_can_be_drawn(tmp_path):
+    import sub_batch_timeline
+
+    net = SubBatches(nn.Identity(), layers(), 2)
+    with net.record() as timeline:
+        net(torch.randn(4, 8)).sum().backward()
+    events = timeline.chrome_trace()
+    assert {sub_batch_timeline.sub_batch(each["name"]) for each in events} == {0, 1, 2}
+    figure = sub_batch_timeline.drawn({"one": events, "two": events})
+    assert len(figure.axes) == 2
+    assert all(len(axis.collections) == len(events) for axis in figure.axes)
+    figure.savefig(tmp_path / "timeline.svg")
+
+
+@pytest.mark.parametrize("split_each", [False, True])
+@pytest.mark.usefixtures("alone")
+def test_one_rank_is_one_device(split_each):
+    """The arithmetic of passes, without any communication."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 5)))
+    net = SubBatches(nn.Linear(6, 8), whole[1], 2)
+    net.features.load_state_dict(whole[0].state_dict())
+    x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
+    optimizer = torch.optim.SGD(net.classifier.parameters(), 0.0)
+    if split_each:
+        loss = net.update_each(x, labels=y, loss=nn.functional.cross_entropy, optimizer=optimizer)
+    else:
+        loss = nn.functional.cross_entropy(net(x), y)
+    loss.backward()
+    nn.functional.cross_entropy(whole(x), y).backward()
+    for mine, wanted in zip(net.features.parameters(), whole[0].parameters(), strict=True):
+        assert torch.allclose(mine.grad, wanted.grad, atol=1e-7)
+    assert split_each == (net.classifier[0].weight.grad is None)
