@@ -1,7 +1,7 @@
 """1-bit Adam and 0/1 Adam beside torch's Adam and plain implementations."""
 
 import torch
-from outer_tools import (
+from outer_optimizer_tools import (
     SHAPES,
     alike,
     away,

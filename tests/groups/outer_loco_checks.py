@@ -3,7 +3,7 @@
 import math
 
 import torch
-from outer_tools import (
+from outer_optimizer_tools import (
     SHAPES,
     alike,
     away,

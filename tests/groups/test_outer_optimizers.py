@@ -32,7 +32,7 @@ def test_every_check_holds_on_every_rank(world, parts, said):
     ids=" ".join,
 )
 def test_survivors_of_a_dead_rank_raise(kinds, said):
-    lines, _ = said("outer_fault_program.py", *kinds, wall_s=WALL_S)
+    lines, _ = said("outer_optimizer_fault_program.py", *kinds, wall_s=WALL_S)
     cases = {(each["kind"], each["when"], each["rank"]): each["said"] for each in lines}
     assert len(cases) == len(kinds) * 2 * 2
     assert set(map(tuple, cases.values())) == {("CommError", "CommError")}, cases

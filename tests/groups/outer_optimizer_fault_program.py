@@ -8,7 +8,7 @@ import sys
 import time
 
 import torch
-from outer_tools import give, run, weights
+from outer_optimizer_tools import give, run, weights
 from start_program import join, report, start
 
 from thinwire.errors import CommError
