@@ -23,9 +23,9 @@ from thinwire.errors import CommError
 from thinwire.integrations import warm
 from thinwire.integrations.routes import Route
 
-TIMEOUT_S = 6
-LATE_S = TIMEOUT_S + 3.0
-WALL_S = 60
+TIMEOUT_S = 8
+LATE_S = TIMEOUT_S + 8.0  # on a busy machine
+WALL_S = 150
 
 
 def gather(rank, world, place, era):
@@ -45,7 +45,7 @@ def lost(model, optimizer, rank, first):
     """Train until an outer step fails: in time, and with an error that names the call."""
     began = time.monotonic()
     said = raises(CommError, "all_reduce", train, model, optimizer, rank, 30, first)
-    assert time.monotonic() - began < LATE_S + 1.0, f"{time.monotonic() - began:.1f} s"
+    assert time.monotonic() - began < LATE_S, f"{time.monotonic() - began:.1f} s"
     return said
 
 

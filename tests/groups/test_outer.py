@@ -21,7 +21,7 @@ def test_every_check_holds_on_every_rank(world, said):
 
 @pytest.mark.rest
 def test_survivors_of_a_rank_are_told_and_go_on(said):
-    lines, complaints = said("outer_faults_program.py", wall_s=90)
+    lines, complaints = said("outer_faults_program.py", wall_s=200)
     scenarios = lines.pop(0)["scenarios"]
     ranks = {(name, rank): rank in dead for name, (world, dead) in scenarios.items() for rank in range(world)}
     reports = {(each["scenario"], each["rank"]): each["wrong"] for each in lines if "wrong" in each}

@@ -84,6 +84,7 @@ def _handle(outer: "Outer", before: Handle | None) -> Handle:
 
 def enter(outer: "Outer", before: Sequence[Handle] | None) -> None:
     """Form the group: compare settings, and bring all ranks to the same global weights."""
+    owed = _residuals(outer) if before is not None else [{} for _ in outer.fragments]
     device = outer.device
     runtime = process_group.runtime_of(outer.group, device)
     if runtime.world > 1:
@@ -98,16 +99,17 @@ def enter(outer: "Outer", before: Sequence[Handle] | None) -> None:
     facts = [Facts(*each) for each in gathered(mine, outer.group, device)]
     source = max(range(runtime.world), key=lambda rank: (facts[rank].is_member, facts[rank].rounds, -rank))
     ahead = facts[source]
-    moved = _moved_residuals(before, outer, facts) if before is not None else [{} for _ in outer.fragments]
     if any(each.lacks(ahead) for each in facts):
         content = packed(state(outer)) if runtime.rank == source else b""
         content = broadcast(content, source, outer.group, device)
         if mine.lacks(ahead):
             take(outer, unpacked(content))
-    for fragment, residuals in zip(outer.fragments, moved, strict=True):
+    stayed = sum(each.is_member for each in facts)
+    weight = len(facts) / (stayed if outer.shared_residuals else was or 1)  # keeps the mean over ranks
+    for fragment, residuals in zip(outer.fragments, owed, strict=True):
         fragment.drop()
         fragment.follow(_handle(outer, fragment.handle))
-        fragment.handle.pending = residuals
+        fragment.handle.pending = {name: weight * residual for name, residual in residuals.items()}
     outer.step, outer.shared_residuals = ahead.step, False
 
 
@@ -119,28 +121,21 @@ def _prepare(outer: "Outer", runtime: GroupRuntime) -> None:
         warm.warm(routes, outer.device, tell if runtime.rank == 0 else lambda _: None)
 
 
-def _moved_residuals(
-    before: Sequence[Handle], outer: "Outer", facts: Sequence[Facts]
-) -> list[dict[str, Tensor]]:
-    """Return what this rank adds to its next outer gradients, by fragment, for the new number of ranks.
+def _residuals(outer: "Outer") -> list[dict[str, Tensor]]:
+    """Return what this rank would add to its next outer gradients, by fragment.
 
-    Each residual keeps its part in the mean. Residuals of an outer step in flight are dropped: they count it
-    as sent, but it will be sent again.
+    Residuals of an outer step in flight are dropped: they count it as sent, but it will be sent again.
     """
-    moved = []
-    for handle, fragment in zip(before, outer.fragments, strict=True):
-        stayed = sum(each.is_member for each in facts)
-        weight = len(facts) / (stayed if outer.shared_residuals else handle.world)
-        kept = {} if fragment.due else residual_states.gradient_residuals(handle.state_dict(), handle.shapes)
-        moved.append({name: weight * residual for name, residual in kept.items()})
-    return moved
+    return [
+        {} if each.due else residual_states.gradient_residuals(each.handle.state_dict(), each.handle.shapes)
+        for each in outer.fragments
+    ]
 
 
 def share_residuals(outer: "Outer") -> None:
     """Replace the residuals of every rank by their mean."""
-    for fragment in outer.fragments:
+    for fragment, residuals in zip(outer.fragments, _residuals(outer), strict=True):
         handle = fragment.handle
-        residuals = residual_states.gradient_residuals(handle.state_dict(), handle.shapes)
         if residuals and handle.world > 1:
             collectives.all_reduce(list(residuals.values()), EXACT, "avg", outer.group, SCHEDULE)
         fragment.follow(_handle(outer, handle))
