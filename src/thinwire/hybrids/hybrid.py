@@ -79,14 +79,14 @@ class Hybrid:
         return sliced(batch, self.part * size, (self.part + 1) * size)
 
     def now(self, parameters: Iterable[Tensor]) -> dict[int, Tensor | None]:
-        """Return what took the place of parameters that the model had, by identity; None: another rank has it."""
+        """Return what took the place of parameters of the model, by identity; None if another rank has it."""
         own = {id(each) for each in self.model.parameters()}
         renewed: dict[int, Tensor | None] = {}
         for each in parameters:
             if id(each) not in own and id(each) not in self._before:
                 raise InputError(
-                    f"a parameter of shape {tuple(each.shape)} does not belong to the {self.kind}, to which the "
-                    "plan was applied: a plan is for one model; put both models into one module, or use "
+                    f"a parameter of shape {tuple(each.shape)} does not belong to the {self.kind}, to which "
+                    "the plan was applied: a plan is for one model; put both models into one module, or use "
                     "thinwire.hybrids.apply"
                 )
             renewed[id(each)] = self._replaced.get(id(each), each if id(each) in own else None)

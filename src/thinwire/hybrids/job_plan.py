@@ -319,8 +319,8 @@ def _check_choices(plan: JobPlan) -> None:
             continue
         if part.codec == "auto" or policy.get(part.codec).ladder is not None:
             raise InputError(
-                f"{axis}.codec = '{part.codec}' chooses codecs by gradients, of which ranks along 'tensor' have "
-                "different parts: their copies of what is not split would drift apart; name a codec"
+                f"{axis}.codec = '{part.codec}' chooses codecs by gradients, of which ranks along 'tensor' "
+                "have different parts: their copies of what is not split would drift apart; name a codec"
             )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,9 +32,18 @@ def place(model: nn.Module, mesh: DeviceMesh, axis: PlacedAxis) -> Placed:
     )
     model._parameters, model._buffers, model._modules = placed._parameters, placed._buffers, placed._modules
 
+    own = torch.get_rng_state()
+
     def forward(*inputs: Any, **named: Any) -> Any:
-        placed.training = model.training
-        return placed.forward(*inputs, **named)
+        """Draw from a stream of its own: loaders shuffle with torch's, as on one device."""
+        nonlocal own
+        placed.training, outside = model.training, torch.get_rng_state()
+        torch.set_rng_state(own)
+        try:
+            return placed.forward(*inputs, **named)
+        finally:
+            own = torch.get_rng_state()
+            torch.set_rng_state(outside)
 
     model.forward = forward
     return placed
