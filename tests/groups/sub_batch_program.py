@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -298,6 +299,21 @@ def with_attach(rank, world):
     return held
 
 
+def accumulated(rank, world):
+    """Gradients of two batches add up; those of features are reduced once. Evaluation comes between."""
+    net, alone = nets(2)
+    for step in (1, 2):
+        x, y = data(world, step)
+        own_x, own_y = mine(rank, world, x, y)
+        with net.features.no_sync() if step == 1 else nullcontext():
+            cross_entropy(net(own_x), own_y).backward()
+        with torch.no_grad():
+            net(own_x)
+        cross_entropy(alone(x), y).backward()
+    assert away(*slices(net, alone)) < 2 * NEAR
+    return [each.grad for each in net.features.parameters()]
+
+
 def timeline(rank, world):
     own_x, own_y = mine(rank, world, *data(world))
     net, _ = nets(2)
@@ -313,9 +329,33 @@ def timeline(rank, world):
     assert {each.what for each in by_kind["compute"]} >= {"features", "forward 1", "backward 6", "weights 4"}
     assert all(0 <= each.start_s <= each.end_s for each in records)
     assert 0 <= timeline.hidden_share() <= 1
+    begins = {(each.kind, each.what, each.sub_batch): each.start_s for each in records}
+    # what travels is under way before other sub-batches are computed, and is waited for afterwards
+    assert begins["transfer", "gather features", 2] < begins["compute", "forward 1", 1]
+    assert (
+        begins["transfer", "gather 1", 1] < begins["compute", "forward 1", 2] < begins["wait", "gather 1", 1]
+    )
+    there = begins["transfer", "errors of 4", 1]
+    assert there < begins["compute", "backward 6", 2] < begins["wait", "errors of 4", 1]
+    assert begins["transfer", "errors of 4", 2] < begins["compute", "weights 6", 0]
+    assert begins["compute", "weights 6", 0] < begins["wait", "errors of 4", 1]
     events = timeline.chrome_trace(rank)
     assert {each["pid"] for each in events} == {rank}
     assert all(each["ph"] == "X" for each in events)
+
+
+def timeline_of_updates(rank, world):
+    own_x, own_y = mine(rank, world, *data(world))
+    net, _ = nets(2)
+    optimizer = torch.optim.SGD(net.classifier.parameters(), 0.1)
+    with net.record() as timeline:
+        net.update_each(own_x, labels=own_y, loss=cross_entropy, optimizer=optimizer).backward()
+    begins = {(each.kind, each.what, each.sub_batch): each.start_s for each in timeline.records()}
+    last_wait = begins["wait", "errors of features", 1]
+    assert begins["transfer", "gather features", 2] < begins["compute", "forward 1", 1]
+    assert begins["compute", "update", 1] < begins["wait", "gather features", 2]
+    assert begins["transfer", "errors of features", 1] < begins["compute", "forward 1", 2] < last_wait
+    assert begins["transfer", "errors of 4", 1] < begins["compute", "weights 6", 1]
 
 
 def refusals(rank, world):
@@ -338,6 +378,15 @@ def refusals(rank, world):
         raises(Disagreement, ["2 sub-batches", "3 sub-batches"], net, own_x)
         net.count = 2
         raises(Disagreement, ["5, 48", "6, 48"], net, own_x[: 5 + (rank == 0)])
+    net, _ = nets(1)
+    with torch.no_grad():
+        for net.count in (1, 2):
+            net(own_x)
+        net.count = 1 if rank == 1 else 2
+        if world > 1:
+            os.environ["THINWIRE_DEBUG"] = "1"
+            raises(Disagreement, ["1 sub-batches", "2 sub-batches"], net, own_x)
+            os.environ.pop("THINWIRE_DEBUG")
     x, _ = data(world)
     net, alone = nets(2)
     assert away([net(own_x)], mine(rank, world, alone(x))) < NEAR
@@ -347,7 +396,8 @@ def refusals(rank, world):
 
 
 CHECKS = (
-    gradients, training, updates, dropout, codecs, repeated, with_attach, timeline, refusals,
+    gradients, training, updates, dropout, codecs, repeated, with_attach, accumulated, timeline,
+    timeline_of_updates, refusals,
 )  # fmt: skip
 
 

@@ -94,8 +94,8 @@ def _through(module: nn.Module, x: Tensor, width: int, first: int, stream: Strea
 def mask(stream: Stream, rows: int, width: int, p: float, like: Tensor) -> Tensor:
     """Return the mask of a dropout layer: 0 with probability p, else 1 / (1 - p).
 
-    >>> mask(Stream(1), 1, 8, 0.5, torch.zeros(()))
-    tensor([[2., 2., 2., 0., 2., 2., 2., 2.]])
+    >>> mask(Stream(1), 20, 8, 0.5, torch.zeros(())).unique()
+    tensor([0., 2.])
     """
     low, high, *_ = stream.key
     generator = torch.Generator(like.device).manual_seed(low | high << 32)
