@@ -36,7 +36,7 @@ class Program:
             if each.op != "placeholder" and each.name in ranks and ranks[each.name]
         ]
         self.shared = {each.name for each in graph.nodes if each.op == "get_attr"}
-        self.outputs = [each.name for each in inputs_of(next(reversed(graph.nodes)))]
+        self.outputs = [each.name for each in inputs_of(graph.output_node())]
         known = {each.name for each in self.order}
         self.random = any(values[0][name].random for name in known)
         self.inputs = {each.name: [i.name for i in inputs_of(each) if i.name in known] for each in self.order}

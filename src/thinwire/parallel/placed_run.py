@@ -63,7 +63,7 @@ class Run:
         def load(node: fx.Node) -> Any:
             return self.program.value(self._spots(node.name)[0]).filled(by_name.get(node.name, ()))
 
-        return fx.node.map_arg(next(reversed(self.program.graph.nodes)).args[0], load)
+        return fx.node.map_arg(self.program.graph.output_node().args[0], load)
 
     def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Walk back; return the gradients of the inputs and of this rank's parameters."""
