@@ -23,7 +23,9 @@ from start_program import digest, raises
 from torch import nn
 
 from thinwire.errors import InputError
-from thinwire.parallel import Placed
+from thinwire.parallel import Placed, placed_run
+from thinwire.parallel.placed_post import Post
+from thinwire.parallel.placed_walk import Walker
 
 
 def branches(_, world):
@@ -88,6 +90,33 @@ def first_and_last(_, world):
     """A rank with the first and the last layers, in micro-batches."""
     placement = {"*": 0, "layers.1": world - 1, "layers.2": world - 1}
     both(Chain, placement, (rows(8, 16),), loss_of(rows(8, 16, seed=2)), micro_batches=4)
+
+
+def in_one_order(_, world):
+    """As over NCCL, and stricter: every message holds up both of its ends until it has arrived."""
+
+    class InTurn(Post):
+        def send(self, *args, **options):
+            super().send(*args, **options)
+            self.settle()
+
+        def receive(self, *args, **options):
+            arrival = super().receive(*args, **options)
+            arrival.wait()
+            return arrival
+
+    def walker(*args):
+        args[3].__class__ = InTurn
+        return Walker(*args[:5], False, *args[6:])
+
+    placed_run.Walker = walker
+    try:
+        branches(_, world)
+        first_and_last(_, world)
+        both(Chain, stages(world), (rows(8, 16),), loss_of(rows(8, 16, seed=2)), micro_batches=4)
+        input_gradients(_, world)
+    finally:
+        placed_run.Walker = Walker
 
 
 def translator(_, world):

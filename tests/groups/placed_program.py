@@ -23,6 +23,7 @@ QUICK = (
     equal.odd_parts,
     equal.pipeline,
     equal.first_and_last,
+    equal.in_one_order,
     equal.translator,
     equal.gpt,
     equal.returned_loss,
