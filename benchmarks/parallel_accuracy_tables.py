@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from thinwire.study.convergence import MARGIN, decide
-from thinwire.study.statistics import Estimate, differences, estimate
+from thinwire.statistics import Estimate, differences, estimate
 
 BASE = "fp32"
 #: What may be lost: nats of held-out loss, and a point of accuracy. Fixed before the runs.

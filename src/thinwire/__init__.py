@@ -58,6 +58,9 @@ if TYPE_CHECKING:
         MissingDependencyError as MissingDependencyError,
     )
     from thinwire.errors import (
+        NotFiniteError as NotFiniteError,
+    )
+    from thinwire.errors import (
         PolicyError as PolicyError,
     )
     from thinwire.errors import (
@@ -92,6 +95,7 @@ __all__ = [
     "InputError",
     "LabError",
     "MissingDependencyError",
+    "NotFiniteError",
     "Policy",
     "PolicyError",
     "Rounding",
@@ -158,6 +162,7 @@ _HOMES = {
     "InputError": "thinwire.errors",
     "LabError": "thinwire.errors",
     "MissingDependencyError": "thinwire.errors",
+    "NotFiniteError": "thinwire.errors",
     "Policy": "thinwire.policy",
     "PolicyError": "thinwire.errors",
     "Rounding": "thinwire.rounding",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import codecs, formats, policy, simulate, zoo
+from thinwire import codecs, formats, hybrids, outer, parallel, policy, simulate, zoo
 from thinwire.codecs import CODECS
 from thinwire.formats import FORMATS
 
@@ -29,11 +29,12 @@ def test_public_names_are_pinned():
     assert sorted(thinwire.__all__) == [
         "Channel", "CodecError", "CommError", "DataError", "Disagreement", "FormatError", "InputError",
         "LabError",
-        "MissingDependencyError", "Policy", "PolicyError", "Rounding", "ScheduleError", "Stream",
+        "MissingDependencyError", "NotFiniteError", "Policy", "PolicyError", "Rounding", "ScheduleError", "Stream",
         "ThinwireError",
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",
         "all_to_all", "attach", "broadcast", "codecs", "collectives", "data", "explain", "formats",
-        "functional", "hooks", "integrations", "irecv", "isend", "lab", "parallel", "policy", "recv",
+        "functional", "hooks", "hybrids", "integrations", "irecv", "isend", "lab", "outer", "parallel",
+        "policy", "recv",
         "reduce_scatter", "schedules", "send", "simulate", "testing", "zoo",
     ]  # fmt: skip
     assert sorted(formats.__all__) == [
@@ -51,7 +52,18 @@ def test_public_names_are_pinned():
         "RMSprop", "Recipe", "Rule", "SGD", "Stages", "Trained", "assignment", "convert", "describe",
         "evaluate", "functional", "ladder", "layers", "matmul", "recipes", "round_trip", "train",
     ]  # fmt: skip
-    for module in (thinwire, formats, codecs, zoo, simulate):
+    assert sorted(parallel.__all__) == [
+        "ColwiseParallel", "PipelineStage", "Placed", "PrepareModuleInput", "PrepareModuleInputOutput",
+        "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "SubBatches", "Timeline", "all_to_all",
+    ]  # fmt: skip
+    assert sorted(hybrids.__all__) == [
+        "Hybrid", "JobPlan", "PlacedAxis", "Predicted", "ReplicateAxis", "ShardAxis", "Split", "TensorAxis",
+        "apply", "part_of_batch", "schema",
+    ]  # fmt: skip
+    assert sorted(outer.__all__) == [
+        "DeMo", "DiLoCo", "LoCo", "LocalSGD", "OneBitAdam", "Outer", "SparseLoCo", "ZeroOneAdam", "reshard",
+    ]  # fmt: skip
+    for module in (thinwire, formats, codecs, zoo, simulate, parallel, hybrids, outer):
         assert all(hasattr(module, name) for name in module.__all__)
 
 
@@ -81,6 +93,7 @@ PROGRAMS = {
     "bench/collective_worker.py",
     "bench/parallel_worker.py",
     "bench/parallel_kinds.py",
+    "bench/outer_worker.py",
     "study/worker.py",
 }
 #: Code that encodes the messages of torch's pipelines, which torch sends.

@@ -8,7 +8,7 @@ import pytest
 
 from thinwire.errors import InputError
 from thinwire.study import convergence
-from thinwire.study.statistics import Estimate, differences, estimate
+from thinwire.statistics import Estimate, differences, estimate
 
 made_up = runpy.run_path(str(Path(__file__).parents[1] / "report" / "made_up.py"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.study.statistics import Estimate
+from thinwire.statistics import Estimate
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from thinwire.study.statistics import Estimate, differences, estimate, ratios, student
+from thinwire.statistics import Estimate, differences, estimate, ratios, student
 
 
 @pytest.mark.parametrize(

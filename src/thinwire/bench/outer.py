@@ -17,7 +17,7 @@ from thinwire.bench.formats import Progress, Table
 from thinwire.bench.training import failure, read_cells
 from thinwire.errors import LabError
 from thinwire.lab import Lab
-from thinwire.study.statistics import Estimate, differences, estimate
+from thinwire.statistics import Estimate, differences, estimate
 
 Cell = dict[str, Any]
 HOSTS, LINKS, SEEDS = 4, ("10mbit", "100mbit"), (0, 1, 2)

@@ -165,8 +165,9 @@ def _demo(net: nn.Module, every: int, codec: str, steps: int) -> Trained:
 def _onebit(net: nn.Module, every: int, codec: str, steps: int) -> Trained:
     del every, codec
     warmup = max(1, round(WARMUP * steps))
-    options = {"betas": small.BETAS, "weight_decay": small.DECAY, "warmup_steps": warmup}
-    optimizer = outer.OneBitAdam(net.parameters(), LR, **options)
+    optimizer = outer.OneBitAdam(
+        net.parameters(), LR, betas=small.BETAS, weight_decay=small.DECAY, warmup_steps=warmup
+    )
     return Trained(net, optimizer, lambda: optimizer.sent_nbytes, lambda: own_weights(net))
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from thinwire.report import text
-from thinwire.study.statistics import Estimate
+from thinwire.statistics import Estimate
 
 TOLERANCE = 0.01  #: accuracies this near are called the same: one point
 BASES = ("fp32", "plain")

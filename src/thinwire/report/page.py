@@ -14,7 +14,7 @@ from thinwire.files import writing
 from thinwire.report import table, text
 from thinwire.report.figures import figures
 from thinwire.report.theme import SHAPES, TEMPLATES, styles
-from thinwire.study.statistics import Estimate
+from thinwire.statistics import Estimate
 
 Plain = dict[str, Any]
 

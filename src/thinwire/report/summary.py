@@ -9,7 +9,7 @@ from thinwire.errors import ThinwireError
 from thinwire.report import text
 from thinwire.report.headline import headline
 from thinwire.study import Record
-from thinwire.study.statistics import Estimate, differences, estimate, ratios
+from thinwire.statistics import Estimate, differences, estimate, ratios
 
 BASE = "fp32"  #: what speed and accuracy are compared with
 FIRST, LAST = (BASE, "plain"), "auto"

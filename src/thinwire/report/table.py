@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thinwire.report import text
-from thinwire.study.statistics import Estimate
+from thinwire.statistics import Estimate
 
 #: Heading of a column, the entry of page data it shows, and how. A phone shows the first few.
 COLUMNS: tuple[tuple[str, str, Callable[[Estimate], str]], ...] = (

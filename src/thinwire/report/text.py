@@ -4,7 +4,7 @@ import math
 import re
 
 from thinwire.data import SETS, is_text
-from thinwire.study.statistics import Estimate
+from thinwire.statistics import Estimate
 
 NOTHING = "–"  # noqa: RUF001
 MINUS = "−"  # noqa: RUF001

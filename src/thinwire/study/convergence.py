@@ -24,7 +24,7 @@ from thinwire import machine
 from thinwire.errors import InputError, unknown
 from thinwire.study.record import Record, Trial
 from thinwire.study.run import LOOPBACK
-from thinwire.study.statistics import Estimate, differences, estimate
+from thinwire.statistics import Estimate, differences, estimate
 
 STUDY = "convergence"
 BASE = "fp32"
