@@ -3,7 +3,6 @@
 Whole parameter groups are one operation on a vector. In float32 an exact step has the bits of torch's.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ class AdamLike(Communicating):
     """Adam's state, its exact step, and its step with a variance that no longer changes."""
 
     kept: tuple[str, ...] | None = (MOMENTUM, VARIANCE)
-    bounded = True  #: whether steps stay within what Adam's own averages can reach
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         super()._check_options(group)
@@ -72,33 +70,15 @@ class AdamLike(Communicating):
                 own.reciprocal_().mul_(v != 0)
         return self._flats[INVERSE]
 
-    def _direction(self, layout: Layout, momentum: Flat, inverse: Flat) -> Flat:
-        """Return momentum * inverse, within what Adam's own averages can reach."""
-        direction = self._flat(SCRATCH, layout)
-        torch.mul(momentum.vector, inverse.vector, out=direction.vector)
-        for part in layout.parts():
-            most = largest_step(*part.options["betas"])
-            if self.bounded and most < math.inf:
-                own = direction.vector[part.elements].clamp_(-most, most)
-                own.add_(momentum.vector[part.elements], alpha=0)  # an infinite momentum is not hidden
-        return direction
-
-    def _frozen_step(self, layout: Layout, direction: Flat) -> None:
+    def _frozen_step(self, layout: Layout, momentum: Flat, inverse: Flat) -> None:
         """Step with a variance that does not change."""
         for part in layout.parts():
-            size = step_size(part, self.steps)
-            torch._foreach_add_(decayed(part, layout), direction.tensors[part.tensors], alpha=-size)
-
-
-def largest_step(beta1: float, beta2: float) -> float:
-    """Return the largest |momentum| / sqrt(variance) of any sequence of gradients (by Cauchy and Schwarz).
-
-    >>> round(largest_step(0.9, 0.999), 2)
-    7.27
-    """
-    if beta1**2 >= beta2:
-        return math.inf
-    return float((1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)))
+            torch._foreach_addcmul_(
+                decayed(part, layout),
+                momentum.tensors[part.tensors],
+                inverse.tensors[part.tensors],
+                value=-step_size(part, self.steps),
+            )
 
 
 def step_size(part: Part, step: int) -> float:

@@ -73,7 +73,9 @@ class LoCo(Communicating):
                 "LoCo wraps an optimizer of torch's, such as torch.optim.AdamW(model.parameters()), not "
                 f"{type(optimizer).__name__}"
             )
-        check_number("beta", beta, low=0.0, below=1.0 + 1e-12)
+        check_number("beta", beta, low=0.0)
+        if not 0 < beta <= 1:
+            raise InputError(f"beta must be over 0 and at most 1, not {beta}")
         check_count("reset_every", reset_every)
         self.optimizer, self.beta, self.reset_every = optimizer, beta, reset_every
         sending = Sending(codec, "two_shot", group, min_numel, check_start)

@@ -10,11 +10,9 @@ passes through a square. But the variance soon changes little. So there are two 
 
 As published: the two phases, the momentum as what is sent, a residual on every rank, and one for the part of
 the mean that a rank owns. Ours: corrections of the start from zero as in torch's Adam, the variance's as at
-the end of the warm-up; decoupled weight decay, as in AdamW; vectors and small tensors in float32; and two
-guards for elements with little or no variance. One bit gives every element of a block the block's mean, which
-the root of a tiny variance would blow up: so an element that had no gradient in the warm-up does not move
-after it (DeepSpeed's code takes a mask from the user instead), and no step is larger than Adam itself could
-make it (`bounded`).
+the end of the warm-up; decoupled weight decay, as in AdamW; vectors and small tensors in float32; and an
+element that had no gradient in the warm-up does not move after it. One bit gives such an element the mean of
+its block, which a division by eps alone would blow up; DeepSpeed's code takes a mask from the user instead.
 """
 
 from typing import Any
@@ -34,7 +32,6 @@ class OneBitAdam(AdamLike):
 
     warmup_steps: until the variance is stable: longer than the warm-up of the learning rate.
     codec: of the momentum; it gets error feedback. Also a `thinwire.Policy`, for a codec by tensor.
-    bounded: keep every element's step within what Adam's own averages can reach, 7.27 lr for the usual betas.
     min_numel: elements under which a tensor is sent in float32, as are vectors; 0 encodes all.
     check_start: compare weights and gradients between ranks before the first step.
     """
@@ -49,19 +46,18 @@ class OneBitAdam(AdamLike):
         *,
         warmup_steps: int,
         codec: AnySpec | Policy = "onebit/512+ef",
-        bounded: bool = True,
         min_numel: int = SMALL,
         group: dist.ProcessGroup | None = None,
         check_start: bool = True,
     ) -> None:
         check_count("warmup_steps", warmup_steps)
-        self.warmup_steps, self.bounded = warmup_steps, bounded
+        self.warmup_steps = warmup_steps
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         sending = Sending(codec, "two_shot", group, min_numel, check_start)
         super().__init__(params, defaults, sending, variance_steps=0)
 
     def _options(self) -> str:
-        return f"warmup_steps {self.warmup_steps}, bounded {self.bounded}"
+        return f"warmup_steps {self.warmup_steps}"
 
     def _advance(self, layout: Layout) -> None:
         if self.steps <= self.warmup_steps:
@@ -71,7 +67,7 @@ class OneBitAdam(AdamLike):
         inverse = self._inverses(layout, self.counters["variance_steps"])
         momentum = self._add_to_momentum(layout)
         self.mean.reduce(momentum, layout, self.steps)
-        self._frozen_step(layout, self._direction(layout, momentum, inverse))
+        self._frozen_step(layout, momentum, inverse)
 
 
 def check_count(name: str, count: object, least: int = 1) -> None:

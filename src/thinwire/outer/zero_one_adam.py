@@ -20,7 +20,8 @@ Ours: the intervals do not depend on the learning rate (the paper ties local ste
 sync at every step until `var_freeze_step`, then the interval is 1 and doubles every `local_step_scaler`
 steps. u / (sum of lr) is what is encoded, so that residuals do not depend on the learning rate either.
 Corrections of the start from zero are those of torch's Adam, weight decay is decoupled, vectors and small
-tensors travel in float32, and elements with little variance are guarded as in `OneBitAdam`.
+tensors travel in float32, and elements that had no gradient in variance steps do not move, as in
+`OneBitAdam`.
 """
 
 from typing import Any
@@ -49,7 +50,7 @@ class ZeroOneAdam(AdamLike):
     var_update_scaler: variance updates after which their interval doubles.
     local_step_scaler: steps after which the interval of syncs doubles.
     local_step_clipper: the longest interval of syncs; 1: ranks sync at every step.
-    codec, bounded, min_numel, check_start: as in `OneBitAdam`.
+    codec, min_numel, check_start: as in `OneBitAdam`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -65,12 +66,10 @@ class ZeroOneAdam(AdamLike):
         local_step_scaler: int = 1000,
         local_step_clipper: int = 16,
         codec: AnySpec | Policy = "onebit/512+ef",
-        bounded: bool = True,
         min_numel: int = SMALL,
         group: dist.ProcessGroup | None = None,
         check_start: bool = True,
     ) -> None:
-        self.bounded = bounded
         self.intervals = {
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
@@ -89,8 +88,7 @@ class ZeroOneAdam(AdamLike):
         self.since_sync: list[list[float]] = []
 
     def _options(self) -> str:
-        intervals = (f"{name} {count}" for name, count in self.intervals.items())
-        return ", ".join([*intervals, f"bounded {self.bounded}"])
+        return ", ".join(f"{name} {count}" for name, count in self.intervals.items())
 
     @property
     def in_sync(self) -> bool:
@@ -121,7 +119,7 @@ class ZeroOneAdam(AdamLike):
         syncs = self.steps >= counters["next_sync"]
         if syncs and self.in_sync:
             self.mean.reduce(momentum, layout, self.steps)
-            self._frozen_step(layout, self._direction(layout, momentum, inverse))
+            self._frozen_step(layout, momentum, inverse)
         else:
             self._local_step(layout, momentum, inverse)
             if syncs:
@@ -139,7 +137,7 @@ class ZeroOneAdam(AdamLike):
             self._exact_moments(layout)
             self._flats.pop(INVERSE, None)
             inverse = self._inverses(layout, counters["variance_steps"])
-            self._frozen_step(layout, self._direction(layout, self._flat(MOMENTUM, layout), inverse))
+            self._frozen_step(layout, self._flat(MOMENTUM, layout), inverse)
         self._plan_variance()
         counters["next_sync"] = self.steps + 1
 
@@ -170,7 +168,7 @@ class ZeroOneAdam(AdamLike):
             moved.vector[part.elements].add_(momentum.vector[part.elements], alpha=size)
             since[0] += size
             since[1] *= decay_of(part)
-        self._frozen_step(layout, self._direction(layout, momentum, inverse))
+        self._frozen_step(layout, momentum, inverse)
 
     def _sync(self, layout: Layout) -> None:
         """Average what ranks have moved since the last sync."""
@@ -180,10 +178,10 @@ class ZeroOneAdam(AdamLike):
             if size:  # with a learning rate of 0, ranks average their momentum alone
                 torch.div(moved.vector[part.elements], size, out=momentum.vector[part.elements])
         self.mean.reduce(momentum, layout, self.steps)
-        direction = self._direction(layout, momentum, inverse)
         for part, (size, decay) in zip(layout.parts(), self.since_sync, strict=True):
             own = anchor.vector[part.elements]
-            own.mul_(decay).add_(direction.vector[part.elements], alpha=-size)
+            m, scale = momentum.vector[part.elements], inverse.vector[part.elements]
+            own.mul_(decay).addcmul_(m, scale, value=-size)
             torch._foreach_copy_(list(layout.params[part.tensors]), anchor.tensors[part.tensors])
         self.since_sync = []
 
