@@ -172,15 +172,23 @@ def tables(result: dict[str, Any]) -> list[Table]:
         title += "".join(f"; {kind}: {rate} inside nodes" for kind, rate in inside.items())
         all_tables.append((title, COLUMNS, [_line(cell, row) for cell in cells for row in cell["rows"]]))
     hidden: list[tuple[str, ...]] = [
-        (cell["kind"], place, row["method"], f"{row['hidden_share']:.0%}")
+        (
+            cell["kind"],
+            place,
+            row["method"],
+            f"{row['hidden_share']:.0%}",
+            f"{row['exposed_s'] * 1e3:.1f}",
+        )
         for cell in result["cells"]
         for place in [f"{cell['hosts']} hosts, {cell['link']}"]
         for row in cell["rows"]
         if "hidden_share" in row
     ]
     if hidden:
-        title = "time of transfers in which a rank does not wait; the rank that hides least"
-        all_tables.append((title, ("kind", "where", "method", "hidden"), hidden))
+        title = (
+            "transfers: the share of their time in which a rank does not wait, and the wait; the worst rank"
+        )
+        all_tables.append((title, ("kind", "where", "method", "hidden", "exposed ms"), hidden))
     targets: list[tuple[str, ...]] = [
         (
             line["what"],
