@@ -133,11 +133,11 @@ def test_saved_cells_are_not_measured_again(cell, monkeypatch, tmp_path):
 
 def test_a_table_says_how_much_of_transfers_is_hidden(cell):
     for each in cell["rows"]:
-        each["hidden_share"] = 0.25
+        each |= {"hidden_share": 0.25, "exposed_s": 0.0034}
     title, header, rows = parallel.tables({"cells": [parallel.summed_up(cell)], "summary": []})[1]
     assert "does not wait" in title
     assert len(header) == len(rows[0])
-    assert rows[0] == ("fsdp", "2 hosts, 10gbit", "fp32", "25%")
+    assert rows[0] == ("fsdp", "2 hosts, 10gbit", "fp32", "25%", "3.4")
 
 
 @pytest.mark.rest
@@ -148,6 +148,7 @@ def test_two_processes_pass_sub_batches_on_loopback():
     assert list(rows) == ["fp32", "fp32@2", "int8", "int8@4"]
     assert rows["fp32@2"]["gradient_error"] < 1e-5 < rows["int8@4"]["gradient_error"] < 0.1
     assert all(0 <= each["hidden_share"] <= 1 for each in rows.values())
+    assert all(each["exposed_s"] > 0 for each in rows.values())
     assert rows["int8"]["sent_nbytes"] == pytest.approx(rows["int8@4"]["sent_nbytes"], rel=0.01)
 
 

@@ -169,6 +169,7 @@ def test_hidden_is_what_no_wait_covers():
     ):  # fmt: skip
         timeline._noted.append((kind, "x", 1, start + began, start + ended))
     assert timeline.hidden_share() == pytest.approx(3 / 4)
+    assert timeline.exposed_s() == pytest.approx(1.5)
     (first, *_) = timeline.chrome_trace(rank=2)
     assert (first["name"], first["pid"], first["ph"]) == ("x [1]", 2, "X")
     assert first["dur"] == pytest.approx(4e6)

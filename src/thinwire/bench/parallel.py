@@ -185,15 +185,23 @@ def tables(result: dict[str, Any]) -> list[Table]:
         title = "model parallelism beside one device with the whole batch"
         all_tables.append((title, ("kind", "where", "method", "speed-up"), faster))
     hidden: list[tuple[str, ...]] = [
-        (cell["kind"], place, row["method"], f"{row['hidden_share']:.0%}")
+        (
+            cell["kind"],
+            place,
+            row["method"],
+            f"{row['hidden_share']:.0%}",
+            f"{row['exposed_s'] * 1e3:.1f}",
+        )
         for cell in result["cells"]
         for place in [f"{cell['hosts']} hosts, {cell['link']}"]
         for row in cell["rows"]
         if "hidden_share" in row
     ]
     if hidden:
-        title = "time of transfers in which a rank does not wait; the rank that hides least"
-        all_tables.append((title, ("kind", "where", "method", "hidden"), hidden))
+        title = (
+            "transfers: the share of their time in which a rank does not wait, and the wait; the worst rank"
+        )
+        all_tables.append((title, ("kind", "where", "method", "hidden", "exposed ms"), hidden))
     targets: list[tuple[str, ...]] = [
         (
             line["what"],

@@ -32,7 +32,7 @@ class Arm:
     step: Callable[[], None]  #: trains one step
     gradients: Callable[[], list[Tensor]]  #: of a pass without an update: this rank's part
     sent_nbytes: Callable[[], int] | None = None  #: that thinwire says this rank has sent
-    hidden_share: Callable[[], float] | None = None  #: of the time of transfers, in a few steps
+    overlap: Callable[[], tuple[float, float]] | None = None  #: share of transfers hidden, seconds exposed
 
 
 @dataclass(frozen=True)

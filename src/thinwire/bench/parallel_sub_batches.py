@@ -22,7 +22,7 @@ from thinwire.integrations import ddp
 from thinwire.parallel.sub_batches_wires import Message, Transfer, Wire
 
 COUNT = "@"
-RECORDED = 3  #: steps from which the hidden share is computed
+RECORDED = 3  #: steps from which the overlap is computed
 BATCH = 128  #: of a rank, as in the paper
 
 
@@ -91,12 +91,12 @@ def build(method: str, device: torch.device) -> Arm:
         return int(net.stats()["sent_nbytes"]) + (0 if handle is None else handle.sent_nbytes)
 
     arm = arm_of(method, net, backward, None if codec is None else sent)
-    return replace(arm, hidden_share=None if alone else partial(hidden_share, net, arm))
+    return replace(arm, overlap=None if alone else partial(overlap, net, arm))
 
 
-def hidden_share(net: parallel.SubBatches, arm: Arm) -> float:
-    """Return the share of the transfers' time that is hidden on this rank, in a few steps."""
+def overlap(net: parallel.SubBatches, arm: Arm) -> tuple[float, float]:
+    """Return the hidden share of the transfers' time, and the exposed seconds of a step, on this rank."""
     with net.record() as timeline:
         for _ in range(RECORDED):
             arm.step()
-    return timeline.hidden_share() or 0.0
+    return timeline.hidden_share() or 0.0, timeline.exposed_s() / RECORDED

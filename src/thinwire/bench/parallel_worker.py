@@ -86,8 +86,8 @@ def measure(name: str, methods: list[str], seconds: float, device: torch.device)
         times = slowest([each.times for each in timed])
         more = [_row(*each, times[0]) for each in zip(timed, times, errors, strict=True)]
         for row, arm in zip(more, arms, strict=True):
-            if arm.hidden_share is not None:
-                row["hidden_share"] = least(arm.hidden_share())
+            if arm.overlap is not None:
+                row |= overlap(*arm.overlap())
         rows += more[2:] if rows else more
         arms.clear()
         timed.clear()
@@ -108,9 +108,10 @@ def _row(timed: Timed, times: list[float], error: float | None, plain: list[floa
     }
 
 
-def least(share: float) -> float:
-    """Return the smallest share of all ranks."""
-    return 1 - slowest([[1 - share]])[0][0]
+def overlap(hidden_share: float, exposed_s: float) -> dict[str, float]:
+    """Return the overlap of transfers of the ranks that hide least."""
+    ((shown, longest),) = slowest([[1 - hidden_share, exposed_s]])
+    return {"hidden_share": 1 - shown, "exposed_s": longest}
 
 
 def _timed(arms: list[Arm], seconds: float, device: torch.device) -> list[Timed]:

@@ -59,16 +59,19 @@ class Timeline:
 
         Encoding and decoding belong to a transfer. None: nothing was sent.
         """
-        by_kind: dict[str, list[tuple[float, float]]] = {TRANSFER: [], WAIT: []}
-        for each in self.records():
-            if each.kind in by_kind:
-                by_kind[each.kind].append((each.start_s, each.end_s))
-        flying = covered(by_kind[TRANSFER])
+        transfers, waits = self._intervals(TRANSFER), self._intervals(WAIT)
+        flying = covered(transfers)
         if not flying:
             return None
-        both = covered(by_kind[TRANSFER] + by_kind[WAIT])
-        waited_alone = both - flying  # a wait may end a moment after its transfer
-        return 1 - (covered(by_kind[WAIT]) - waited_alone) / flying
+        waited_alone = covered(transfers + waits) - flying  # a wait may end a moment after its transfer
+        return 1 - (covered(waits) - waited_alone) / flying
+
+    def exposed_s(self) -> float:
+        """Return the seconds in which this rank waited for transfers."""
+        return covered(self._intervals(WAIT))
+
+    def _intervals(self, kind: str) -> list[tuple[float, float]]:
+        return [(each.start_s, each.end_s) for each in self.records() if each.kind == kind]
 
     def chrome_trace(self, rank: int = 0) -> list[dict[str, Any]]:
         """Return events for chrome://tracing and Perfetto: `json.dump` them."""
