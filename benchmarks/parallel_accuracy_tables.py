@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from thinwire.study.convergence import MARGIN, decide
 from thinwire.statistics import Estimate, differences, estimate
+from thinwire.study.convergence import MARGIN, decide
 
 BASE = "fp32"
 #: What may be lost: nats of held-out loss, and a point of accuracy. Fixed before the runs.

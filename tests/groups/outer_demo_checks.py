@@ -4,7 +4,19 @@ import math
 import os
 
 import torch
-from outer_optimizer_tools import SHAPES, alike, away, give, gradient, random, resumes, run, same, trains, weights
+from outer_optimizer_tools import (
+    SHAPES,
+    alike,
+    away,
+    give,
+    gradient,
+    random,
+    resumes,
+    run,
+    same,
+    trains,
+    weights,
+)
 from start_program import digest, raises
 from torch import nn
 

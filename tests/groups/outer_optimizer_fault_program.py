@@ -1,4 +1,4 @@
-"""Ranks with an optimizer that communicates; one dies: `python outer_fault_program.py demo loco`.
+"""Ranks with an optimizer that communicates; one dies: `python outer_optimizer_fault_program.py demo loco`.
 
 Kinds of optimizers run one after another, each in ranks of its own.
 """

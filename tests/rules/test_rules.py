@@ -28,9 +28,8 @@ LONGEST = 400
 def test_public_names_are_pinned():
     assert sorted(thinwire.__all__) == [
         "Channel", "CodecError", "CommError", "DataError", "Disagreement", "FormatError", "InputError",
-        "LabError",
-        "MissingDependencyError", "NotFiniteError", "Policy", "PolicyError", "Rounding", "ScheduleError", "Stream",
-        "ThinwireError",
+        "LabError", "MissingDependencyError", "NotFiniteError", "Policy", "PolicyError", "Rounding",
+        "ScheduleError", "Stream", "ThinwireError",
         "UnknownCodecError", "UnknownFormatError", "WireError", "__version__", "all_gather", "all_reduce",
         "all_to_all", "attach", "broadcast", "codecs", "collectives", "data", "explain", "formats",
         "functional", "hooks", "hybrids", "integrations", "irecv", "isend", "lab", "outer", "parallel",

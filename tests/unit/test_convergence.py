@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import InputError
-from thinwire.study import convergence
 from thinwire.statistics import Estimate, differences, estimate
+from thinwire.study import convergence
 
 made_up = runpy.run_path(str(Path(__file__).parents[1] / "report" / "made_up.py"))
 

@@ -21,7 +21,7 @@ from thinwire.statistics import Estimate, differences, estimate
 
 Cell = dict[str, Any]
 HOSTS, LINKS, SEEDS = 4, ("10mbit", "100mbit"), (0, 1, 2)
-STEPS, BATCH = 1000, 4  # steps of a run; windows of a rank in a step
+STEPS, BATCH = 500, 4  # steps of a run; windows of a rank in a step
 BASE = "ddp fp32"
 PATIENCE_S = 120.0
 SHARED_CORES = 3600.0  # most seconds of one lab's run

@@ -154,7 +154,7 @@ def bench_outer(  # noqa: PLR0913
         typer.Option("--method", help="Only these: 'ddp int4', 'diloco-50 int8', demo, onebit-adam, ..."),
     ] = None,
     links: Annotated[list[str] | None, typer.Option("--link", help="Only these links.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of a run.", min=8)] = 1000,
+    steps: Annotated[int, typer.Option(help="Steps of a run.", min=8)] = 500,
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 3,
     plot: Annotated[
         Path | None, typer.Option(help="Draw loss against time and bytes into this file.")

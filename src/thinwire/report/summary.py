@@ -8,8 +8,8 @@ from typing import Any
 from thinwire.errors import ThinwireError
 from thinwire.report import text
 from thinwire.report.headline import headline
-from thinwire.study import Record
 from thinwire.statistics import Estimate, differences, estimate, ratios
+from thinwire.study import Record
 
 BASE = "fp32"  #: what speed and accuracy are compared with
 FIRST, LAST = (BASE, "plain"), "auto"

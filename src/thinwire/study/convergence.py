@@ -22,9 +22,9 @@ from typing import Any
 
 from thinwire import machine
 from thinwire.errors import InputError, unknown
+from thinwire.statistics import Estimate, differences, estimate
 from thinwire.study.record import Record, Trial
 from thinwire.study.run import LOOPBACK
-from thinwire.statistics import Estimate, differences, estimate
 
 STUDY = "convergence"
 BASE = "fp32"

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire import machine
+from thinwire.statistics import Estimate, differences, estimate
 from thinwire.study.convergence import decide
 from thinwire.study.record import Record
 from thinwire.study.reproduce.paper import FULL, Arm, Claim, Paper, Table
-from thinwire.statistics import Estimate, differences, estimate
 
 AGREES, DISAGREES, UNDECIDED, MISSING = "agrees", "disagrees", "undecided", "not run"
 COMPARED = ("same", "overlap", "lower", "trains", "fails")  #: kinds of claims that need a base
