@@ -10,7 +10,7 @@ from thinwire.errors import CommError, InputError
 from thinwire.parallel import Placed
 from thinwire.parallel.placed_batch import joined, parted, sizes_of
 from thinwire.parallel.placed_graph import traced
-from thinwire.parallel.placed_list import Message, Segment, lists
+from thinwire.parallel.placed_list import Message, Stretch, lists
 from thinwire.parallel.placed_names import Names, checked
 from thinwire.parallel.placed_order import SHARED, Program, order_of
 from thinwire.parallel.placed_post import as_words, words
@@ -77,8 +77,8 @@ def check(found, made):
 
 def check_back(found, made):
     """A gradient is sent after all that add to it, and before the computation that it is for."""
-    at = {id(item): i for i, item in enumerate(made.backward) if isinstance(item, Segment)}
-    forward = [item for item in made.forward if isinstance(item, Segment)]
+    at = {id(item): i for i, item in enumerate(made.backward) if isinstance(item, Stretch)}
+    forward = [item for item in made.forward if isinstance(item, Stretch)]
     assert sorted(at) == sorted(id(item) for item in forward)
     for item in forward:
         for other in forward:
@@ -163,11 +163,11 @@ def test_micro_batches_fill_a_pipeline():
     found = program(net, {"0": 0, "1": 0, "2": 1, "3": 1}, 2, chunks=3, rows=4096, width=64)
     made = lists(found)
     check(found, made)
-    order = [(each.rank, each.chunk) for each in made.forward if isinstance(each, Segment)]
+    order = [(each.rank, each.chunk) for each in made.forward if isinstance(each, Stretch)]
     assert order.index((0, 1)) < order.index((1, 1))
     assert order.index((1, 0)) < order.index((0, 2)) + 2
     assert [chunk for rank, chunk in order if rank == 0] == [0, 1, 2]
-    back = [(each.rank, each.chunk) for each in made.backward if isinstance(each, Segment)]
+    back = [(each.rank, each.chunk) for each in made.backward if isinstance(each, Stretch)]
     assert back == order[::-1]
 
 
@@ -176,7 +176,7 @@ def test_a_rank_with_both_ends_does_not_wait_for_the_way_around():
     found = program(net, {"0": 0, "1": 1, "2": 0}, 2, chunks=3, rows=4096, width=64)
     made = lists(found)
     check(found, made)
-    first = [each.nodes for each in made.forward if isinstance(each, Segment) and each.rank == 0]
+    first = [each.nodes for each in made.forward if isinstance(each, Stretch) and each.rank == 0]
     assert first[:2] == [("_0",), ("_0",)], "the second micro-batch begins before the first is back"
 
 

@@ -12,14 +12,14 @@ from thinwire.parallel.placed_order import Program, Spot, Task, order_of
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class Stretch:
     """Operations that a rank computes one after another, with no message between them."""
 
     rank: int
     chunk: int
     nodes: tuple[str, ...]
-    kept: tuple[str, ...] = ()  #: operations whose values other segments, other ranks or the caller use
-    uses: tuple[Spot, ...] = ()  #: values of other segments that it uses
+    kept: tuple[str, ...] = ()  #: operations whose values other stretches, other ranks or the caller use
+    uses: tuple[Spot, ...] = ()  #: values of other stretches that it uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Message:
         return self.node, self.chunk
 
 
-Item: TypeAlias = Segment | Message
+Item: TypeAlias = Stretch | Message
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ def lists(program: Program) -> Lists:
     """Return the lists of a program."""
     tasks = order_of(program)
     wants = _destinations(program)
-    segments = _segments(program, tasks, wants)
+    stretches = _stretches(program, tasks, wants)
     forward: list[Item] = []
-    for segment in segments:
-        forward.append(segment)
-        for name in segment.nodes:
-            for to in wants[program.spot(name, segment.chunk)]:
-                if program.ranks[name] == (segment.rank,):
-                    forward.append(Message(name, segment.chunk, segment.rank, to))
+    for stretch in stretches:
+        forward.append(stretch)
+        for name in stretch.nodes:
+            for to in wants[program.spot(name, stretch.chunk)]:
+                if program.ranks[name] == (stretch.rank,):
+                    forward.append(Message(name, stretch.chunk, stretch.rank, to))
     return Lists(tuple(forward), tuple(_reversed(program, forward)))
 
 
@@ -79,9 +79,9 @@ def _destinations(program: Program) -> dict[Spot, tuple[int, ...]]:
     }
 
 
-def _segments(
+def _stretches(
     program: Program, tasks: Sequence[Task], wants: Mapping[Spot, tuple[int, ...]]
-) -> list[Segment]:
+) -> list[Stretch]:
     """Cut each rank's computations where a message leaves, or is needed."""
     runs: list[tuple[int, int, list[str]]] = []
     last: dict[int, tuple[int, int, list[str]]] = {}  # by rank
@@ -107,8 +107,8 @@ def _segments(
 
 def _linked(
     program: Program, runs: Sequence[tuple[int, int, list[str]]], wants: Mapping[Spot, tuple[int, ...]]
-) -> list[Segment]:
-    """Return segments that know what they use of each other."""
+) -> list[Stretch]:
+    """Return stretches that know what they use of each other."""
     uses: list[tuple[Spot, ...]] = []
     needed: set[tuple[Spot, int]] = set()
     for rank, chunk, nodes in runs:
@@ -119,7 +119,7 @@ def _linked(
         uses.append(tuple(spots))
         needed.update((spot, rank) for spot in spots)
     return [
-        Segment(
+        Stretch(
             rank, chunk, tuple(nodes),
             tuple(
                 name for name in nodes
@@ -134,10 +134,10 @@ def _linked(
 def _reversed(program: Program, forward: Sequence[Item]) -> list[Item]:
     """Return the way back: a gradient is sent as soon as the last computation that adds to it is done."""
     first: dict[
-        tuple[Spot, int], Segment
+        tuple[Spot, int], Stretch
     ] = {}  # the first to use a value on a rank is the last on the way back
     for item in forward:
-        if isinstance(item, Segment):
+        if isinstance(item, Stretch):
             for spot in item.uses:
                 first.setdefault((spot, item.rank), item)
     sent: dict[int, list[Message]] = {}
@@ -148,7 +148,7 @@ def _reversed(program: Program, forward: Sequence[Item]) -> list[Item]:
                 sent.setdefault(id(user), []).append(Message(*_ends(item), back=True))
     back: list[Item] = []
     for item in reversed(forward):
-        if isinstance(item, Segment):
+        if isinstance(item, Stretch):
             back.append(item)
             back.extend(sent.get(id(item), ()))
     return back

@@ -141,8 +141,9 @@ class _Run(fx.Interpreter):
             with FlopCounterMode(display=False) as flops, _Notes() as notes:
                 out = super().run_node(n)
         except Exception as error:
+            first = str(error).partition("\n")[0]
             raise InputError(
-                f"the shape of '{n.name}' ({n.target}) does not follow from the shapes of the inputs: {error}"
+                f"the shape of '{n.name}' ({n.target}) does not follow from the shapes of the inputs: {first}"
             ) from error
         changed = {each for each, versions in before.items() if versions != _versions(self.env[each])}
         _check_written(n, changed)

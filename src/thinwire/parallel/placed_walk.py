@@ -1,7 +1,7 @@
-"""One rank's walk along the list: it computes its segments, sends what others need, and the way back.
+"""One rank's walk along the list: it computes its stretches, sends what others need, and the way back.
 
-The graphs of autograd end at segments: what a segment gets is detached, and its gradient is added up until
-the walk back reaches the segment that made it. So messages keep the order of the list, whatever the order of
+The graphs of autograd end at stretches: what a stretch gets is detached, and its gradient is added up until
+the walk back reaches the stretch that made it. So messages keep the order of the list, whatever the order of
 autograd, and no computation runs backward twice.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from thinwire.errors import InputError
 from thinwire.parallel.pipeline_settings import BACKWARD, FORWARD
-from thinwire.parallel.placed_list import Lists, Message, Segment
+from thinwire.parallel.placed_list import Lists, Message, Stretch
 from thinwire.parallel.placed_order import Program, Spot
 from thinwire.parallel.placed_post import Arrival, Post
 from thinwire.parallel.placed_record import Record
@@ -32,8 +32,8 @@ class Tape:
     grad: bool
     seed: int
     leaves: dict[Spot, tuple[Tensor, ...]] = field(default_factory=dict)
-    made: dict[Segment, list[tuple[Key, Tensor]]] = field(default_factory=dict)
-    used: dict[Segment, dict[Key, Tensor]] = field(default_factory=dict)
+    made: dict[Stretch, list[tuple[Key, Tensor]]] = field(default_factory=dict)
+    used: dict[Stretch, dict[Key, Tensor]] = field(default_factory=dict)
     spent: bool = False
 
 
@@ -69,7 +69,7 @@ class Walker:
         for item in self.lists.forward if self.early else ():
             self._expect(item, coming)
         for item in self.lists.forward:
-            if isinstance(item, Segment):
+            if isinstance(item, Stretch):
                 self._compute(item, tape, coming)
                 continue
             self._send(item, tape)
@@ -87,7 +87,7 @@ class Walker:
         for item in self.lists.backward if self.early else ():
             self._expect_gradient(item, gradients)
         for item in self.lists.backward:
-            if isinstance(item, Segment):
+            if isinstance(item, Stretch):
                 self._back(item, tape, gradients)
                 continue
             self._send_gradient(item, tape, gradients)
@@ -99,7 +99,7 @@ class Walker:
 
     # Forward
 
-    def _expect(self, item: Segment | Message, coming: dict[Spot, Arrival]) -> None:
+    def _expect(self, item: Stretch | Message, coming: dict[Spot, Arrival]) -> None:
         if isinstance(item, Message) and item.to == self.post.rank:
             forms = self.program.value(item.spot).forms
             coming[item.spot] = self.post.receive(
@@ -125,32 +125,32 @@ class Walker:
                 x.requires_grad_(tape.grad and form.grad) for x, form in zip(tensors, forms, strict=True)
             )
 
-    def _compute(self, segment: Segment, tape: Tape, coming: dict[Spot, Arrival]) -> None:
-        if segment.rank != self.post.rank:
+    def _compute(self, stretch: Stretch, tape: Tape, coming: dict[Spot, Arrival]) -> None:
+        if stretch.rank != self.post.rank:
             return
-        for spot in segment.uses:
+        for spot in stretch.uses:
             self._arrive(spot, tape, coming)
         made: dict[str, Any] = {}
         used: dict[Key, Tensor] = {}
-        with torch.set_grad_enabled(tape.grad), self.record.span("forward", segment.nodes[-1], segment.chunk):
-            for name in segment.nodes:
-                made[name] = self._call(name, segment, tape, made, used)
-        tape.made[segment], tape.used[segment] = [], used
-        for name in segment.kept:
-            spot, tensors = (name, segment.chunk), tensors_of(made[name])
+        with torch.set_grad_enabled(tape.grad), self.record.span("forward", stretch.nodes[-1], stretch.chunk):
+            for name in stretch.nodes:
+                made[name] = self._call(name, stretch, tape, made, used)
+        tape.made[stretch], tape.used[stretch] = [], used
+        for name in stretch.kept:
+            spot, tensors = (name, stretch.chunk), tensors_of(made[name])
             self._check(spot, tensors)
             tape.leaves[spot] = _cut(tensors, tape.grad)
-            tape.made[segment] += [((spot, i), x) for i, x in enumerate(tensors) if x.requires_grad]
+            tape.made[stretch] += [((spot, i), x) for i, x in enumerate(tensors) if x.requires_grad]
 
     def _call(
-        self, name: str, segment: Segment, tape: Tape, made: dict[str, Any], used: dict[Key, Tensor]
+        self, name: str, stretch: Stretch, tape: Tape, made: dict[str, Any], used: dict[Key, Tensor]
     ) -> Any:
         node = self.program.nodes[name]
 
         def load(each: fx.Node) -> Any:
             if each.name in made:
                 return made[each.name]
-            spot = self.program.spot(each.name, segment.chunk)
+            spot = self.program.spot(each.name, stretch.chunk)
             value = self.program.value(spot)
             if not value.forms:
                 return value.filled(())
@@ -161,7 +161,7 @@ class Walker:
             )
 
         args, options = fx.node.map_arg(node.args, load), fx.node.map_arg(node.kwargs, load)
-        with self._draws(name, segment.chunk, tape.seed):
+        with self._draws(name, stretch.chunk, tape.seed):
             if node.op == "call_function":
                 return node.target(*args, **options)
             if node.op == "call_method":
@@ -193,7 +193,7 @@ class Walker:
 
     # Backward
 
-    def _expect_gradient(self, item: Segment | Message, gradients: Gradients) -> None:
+    def _expect_gradient(self, item: Stretch | Message, gradients: Gradients) -> None:
         if isinstance(item, Message) and item.source == self.post.rank:
             forms = [form for form in self.program.value(item.spot).forms if form.grad]
             arrival = self.post.receive(forms, item.to, BACKWARD, self._named(item), exact=False)
@@ -212,17 +212,17 @@ class Walker:
         with self.record.span("send", item.node, item.chunk):
             self.post.send(tensors, item.source, BACKWARD, self._named(item), exact=False)
 
-    def _back(self, segment: Segment, tape: Tape, gradients: Gradients) -> None:
-        if segment.rank != self.post.rank:
+    def _back(self, stretch: Stretch, tape: Tape, gradients: Gradients) -> None:
+        if stretch.rank != self.post.rank:
             return
-        made, used = tape.made.pop(segment), tape.used.pop(segment)
-        for name in segment.kept:
-            self._gather((name, segment.chunk), gradients)
+        made, used = tape.made.pop(stretch), tape.used.pop(stretch)
+        for name in stretch.kept:
+            self._gather((name, stretch.chunk), gradients)
         outs = [(x, gradients.values.pop(key)) for key, x in made if key in gradients.values]
         if not outs:
             return
-        parameters = [each for each in self.parameters(segment) if each.requires_grad]
-        with self.record.span("backward", segment.nodes[-1], segment.chunk):
+        parameters = [each for each in self.parameters(stretch) if each.requires_grad]
+        with self.record.span("backward", stretch.nodes[-1], stretch.chunk):
             found = torch.autograd.grad(
                 [x for x, _ in outs],
                 [*used.values(), *parameters],
@@ -247,10 +247,10 @@ class Walker:
         what = f"{'gradient of ' if item.back else ''}{item.node}"
         return f"{what}, micro-batch {item.chunk} of inputs {self.shapes}"
 
-    def parameters(self, segment: Segment) -> list[nn.Parameter]:
-        """Return the parameters that a segment uses, each once."""
+    def parameters(self, stretch: Stretch) -> list[nn.Parameter]:
+        """Return the parameters that a stretch uses, each once."""
         known: dict[nn.Parameter, None] = {}
-        for name in segment.nodes:
+        for name in stretch.nodes:
             node = self.program.nodes[name]
             if node.op in ("call_module", "get_attr"):
                 part = fetched(self.module, str(node.target))
