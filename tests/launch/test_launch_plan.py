@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parents[1] / "examples"
 SCRIPT = EXAMPLES / "scripts" / "one_device_gpt.py"
 WALL_S = 280
-BOUND = 3e-4  #: of weights of about 0.1 after 12 steps of AdamW with float32 sums in another order
+BOUND = 3e-4  #: of weights of about 0.1 after 20 steps of AdamW; float32 sums in another order gave 4e-5
 pytestmark = pytest.mark.timeout(WALL_S + 40)
 
 
@@ -77,7 +77,7 @@ def test_an_unmodified_script_gets_the_numbers_of_one_device(launch, alone, tmp_
     assert printed(ended.out) == sorted(4 * printed(losses[0])), "every rank prints what one device prints"
     assert "two replicas of a GPT, each split over two ranks: GPT on replicate 2 x tensor 2" in ended.err
     assert ended.err.count("thinwire: tensor: 12 modules are split") == 1
-    assert re.search(r"thinwire: replicate: fp32: 10 steps, 2\.2 MB sent", ended.err), ended.err
+    assert re.search(r"thinwire: replicate: fp32: 10 steps, 8\.2 MB sent", ended.err), ended.err
     (path,) = runtime.iterdir()
     status = job_status.read(path)
     assert (status["state"], status["codec"], status["world"]) == ("finished", "data_and_tensor.toml", 4)
