@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-LENGTH, WIDTH, HEADS, LAYERS = 16, 64, 4, 2
+LENGTH, WIDTH, HEADS, LAYERS = 16, 128, 4, 2
 TEXT = "the wire is thin and the gradients are wide, so what travels must be small. " * 6
 
 

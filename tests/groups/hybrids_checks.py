@@ -284,6 +284,26 @@ def codecs_on_all_axes(rank):
     return weights["int8/64"].values()
 
 
+def copies_stay_equal(rank):
+    """What is not split has a copy on every rank along `tensor`, reduced in a group of its own."""
+    del rank
+    held = []
+    for codec, activations in (
+        ("qsgd4", "qsgd8/512"),
+        ("int4", "int8"),
+        ("onebit", "int4"),
+        ("powersgd", "bf16"),
+    ):
+        torch.manual_seed(0)
+        net = nn.Sequential(*wide(), nn.Linear(128, 128)).to(DEVICE)
+        plan = mesh_plan(codec, activations, {"0": "column", "2": "row"}, replicate=2, tensor=2)
+        hybrid = hybrids.apply(net, plan)
+        wide_losses(net, hybrids.part_of_batch, 6)
+        hybrid.check_copies()
+        held += hybrid.state_dict().values()
+    return held
+
+
 def refusals(rank):
     """Errors come before anything is sent, or on all ranks."""
     net = made()
@@ -385,5 +405,6 @@ MORE = {
         shards_of_sequences,
         whole_states,
         forgotten_norms,
+        copies_stay_equal,
     ],
 }

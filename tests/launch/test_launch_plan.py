@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parents[1] / "examples"
 SCRIPT = EXAMPLES / "scripts" / "one_device_gpt.py"
 WALL_S = 280
-BOUND = 3e-4  #: of weights of about 0.1 after 12 steps of AdamW with float32 sums in another order
+BOUND = 3e-4  #: of weights of about 0.1 after 20 steps of AdamW; float32 sums in another order gave 4e-5
 pytestmark = pytest.mark.timeout(WALL_S + 40)
 
 
@@ -44,6 +44,11 @@ def exact(name, folder):
     return path
 
 
+def printed(text):
+    """The losses of epochs, however lines of ranks mix."""
+    return sorted(re.findall(r"epoch \d loss \d\.\d{4}", text))
+
+
 def check_equal(path, wanted):
     state, exact_state = torch.load(path), torch.load(wanted)
     assert state["model"].keys() == exact_state["model"].keys()
@@ -69,11 +74,10 @@ def test_an_unmodified_script_gets_the_numbers_of_one_device(launch, alone, tmp_
     plan = exact("data_and_tensor", tmp_path)
     ended = run(launch, plan, "--save", tmp_path / "two.pt")
     check_equal(tmp_path / "two.pt", folder / "two.pt")
-    lines = losses[0].splitlines()
-    assert sorted(ended.out.splitlines()) == sorted(4 * lines), "every rank prints what one device prints"
+    assert printed(ended.out) == sorted(4 * printed(losses[0])), "every rank prints what one device prints"
     assert "two replicas of a GPT, each split over two ranks: GPT on replicate 2 x tensor 2" in ended.err
     assert ended.err.count("thinwire: tensor: 12 modules are split") == 1
-    assert re.search(r"thinwire: replicate: fp32: 10 steps, 2\.2 MB sent", ended.err), ended.err
+    assert re.search(r"thinwire: replicate: fp32: 10 steps, 8\.2 MB sent", ended.err), ended.err
     (path,) = runtime.iterdir()
     status = job_status.read(path)
     assert (status["state"], status["codec"], status["world"]) == ("finished", "data_and_tensor.toml", 4)
@@ -93,7 +97,7 @@ def test_stages(launch, alone, tmp_path):
     """Whole weights are saved by all ranks; the optimizer's state is refused, and so nothing is saved."""
     ended = launch("--plan", exact("placed", tmp_path), "--nproc-per-node", 4, SCRIPT)
     assert ended.code == 0, ended.err[-3000:]
-    assert sorted(ended.out.splitlines()) == sorted(4 * alone[1][0].splitlines())
+    assert printed(ended.out) == sorted(4 * printed(alone[1][0]))
     ended = launch(
         "--plan",
         tmp_path / "placed.toml",
@@ -135,6 +139,7 @@ def test_what_a_script_does_wrong_is_told_on_every_rank(launch, tmp_path):
         assert "a batch has 3 samples, which 2 parts (replicate 2) cannot share equally" in told.pop(
             "odd batch"
         )
+        assert "a batch of 4 samples has 6 rows" in told.pop("turned")
         assert "Disagreement: ranks got different samples" in told.pop("other samples")
         assert "a plan is for one model" in told.pop("two models")
         assert "after it made the optimizer" in told.pop("changed")

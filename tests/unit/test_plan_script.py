@@ -102,6 +102,8 @@ def test_training_is_that_of_the_script(tmp_path):
 def test_what_is_refused():
     with pytest.raises(InputError, match="a plan is applied to a module, not to str"):
         apply("model", ONE)
+    with pytest.raises(InputError, match="has no storage"):
+        apply(nn.Linear(1, 1, device="meta"), ONE)
     with pytest.raises(InputError, match="nowhere: it has no parameters"):
         apply(nn.ReLU(), ONE)
     plan = JobPlan({"replicate": 1}, ReplicateAxis("fp32"))

@@ -45,6 +45,7 @@ class Hybrid:
     placed: Placed | None = None  #: with an axis `placed`, the network in parts
     _layouts: dict[int, Layout] = field(default_factory=dict)  #: of split parameters, by identity
     _before: dict[int, nn.Parameter] = field(default_factory=dict)  #: the parameters that the model had
+    divided: bool = False  #: whether a batch was divided among ranks
     _saves_whole: bool = False
     _replaced: dict[int, nn.Parameter] = field(default_factory=dict)  #: by the identity of the one before
 
@@ -67,6 +68,7 @@ class Hybrid:
 
     def part_of(self, batch: Any) -> Any:
         """Return the samples of a batch that this rank trains on."""
+        self.divided = True
         samples = samples_of(batch)
         if samples is None or self.parts == 1:
             return batch
@@ -240,7 +242,12 @@ def _device(model: nn.Module) -> torch.device:
         raise InputError(
             f"a plan is applied to a model on one device; the parameters of this one are on {there}"
         )
-    return devices.pop()
+    device = devices.pop()
+    if device.type == "meta":
+        raise InputError(
+            "the model has no storage (device 'meta'): make it on its device, then apply the plan"
+        )
+    return device
 
 
 def _compare(model: nn.Module, plan: JobPlan, seed: int, device: torch.device) -> None:

@@ -37,7 +37,6 @@ class Script:
     seed: int = 0
     hybrid: Hybrid | None = None
     calls: int = 0  #: of the model's forward pass
-    served: bool = False  #: whether a loader gave this rank its part of a batch
     steps: int = 0
     _names: tuple[tuple[str, int], ...] = ()
 
@@ -55,7 +54,7 @@ class Script:
         def __iter__(self: Any) -> Any:  # noqa: N807
             if script.hybrid is not None:
                 same_random_numbers()
-            return Parts(script, iterate(self))
+            return Parts(script, iterate(self), self.batch_size)
 
         @functools.wraps(clip)
         def clipped(
@@ -98,10 +97,11 @@ class Script:
             lambda mine, state: weights.part_optimizer(mine, state, hybrid.layout_of)
         )
 
-    def share(self, batch: Any, first: bool) -> Any:
+    def share(self, batch: Any, first: bool, size: int | None) -> Any:
         """Return this rank's part of a batch of a loader, or all of it where the model is evaluated.
 
-        A last batch that is smaller, and that cannot be divided equally, is computed by every part.
+        A last batch that is smaller, and that cannot be divided equally, is computed by every part. `size` is
+        that of the loader's batches, if it has one.
         """
         hybrid = self.hybrid
         if hybrid is None:
@@ -110,8 +110,13 @@ class Script:
             notes.agree(digest(batch), "ranks got different samples; the script must seed what draws them")
         if not hybrid.model.training or not torch.is_grad_enabled():
             return batch
-        self.served = True
+        hybrid.divided = True
         samples = samples_of(batch)
+        if size is not None and samples is not None and samples > size:
+            raise InputError(
+                f"a batch of {size} samples has {samples} rows: samples must lie along the first dimension, "
+                "which is divided among ranks"
+            )
         if not first and samples is not None and samples % hybrid.parts:
             return batch
         return hybrid.part_of(batch)
@@ -137,11 +142,11 @@ class Script:
                 f"the script has not called its {kind}, to which the plan was applied, but perhaps a module "
                 "inside: call the outermost module that has all parameters"
             )
-        if hybrid.parts > 1 and not self.served:
+        if hybrid.parts > 1 and not hybrid.divided:
             raise InputError(
                 f"no DataLoader gave a batch since the optimizer was made, so all {hybrid.parts} parts of "
                 "the data would train on the same samples: read batches from a torch.utils.data.DataLoader, "
-                "or divide each with thinwire.hybrids.part_of_batch(x, y)"
+                "in training mode, or divide each with thinwire.hybrids.part_of_batch(x, y)"
             )
         if _names(hybrid.model) != self._names:
             raise InputError(
@@ -171,8 +176,8 @@ class Script:
 class Parts:
     """The iterator of a loader that gives this rank its part of each batch."""
 
-    def __init__(self, script: Script, inner: Any) -> None:
-        self._script, self._inner, self._first = script, inner, True
+    def __init__(self, script: Script, inner: Any, size: int | None) -> None:
+        self._script, self._inner, self._size, self._first = script, inner, size, True
 
     def __iter__(self) -> "Parts":
         return self
@@ -185,7 +190,7 @@ class Parts:
         if self._script.hybrid is None:
             return batch
         first, self._first = self._first, False
-        return self._script.share(batch, first)
+        return self._script.share(batch, first, self._size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)

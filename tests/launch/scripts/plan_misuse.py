@@ -45,6 +45,10 @@ note("inside", lambda: step(model[0], optimizer, torch.ones(2, 1)))
 note("no loader", lambda: step(model, optimizer, torch.ones(2, 1)))
 note("odd batch", lambda: next(iter(batches(9, 3))))
 note("other samples", lambda: next(iter(batches(8, 4, shift=int(os.environ["RANK"])))))
+turned = DataLoader(
+    TensorDataset(torch.ones(8, 6)), 4, collate_fn=lambda rows: torch.stack([x for (x,) in rows], 1)
+)
+note("turned", lambda: next(iter(turned)))
 note("last batch", uneven)
 model.eval()
 note("evaluated", uneven)
@@ -56,4 +60,5 @@ model.late = nn.Linear(1, 1)
 note("changed", optimizer.step)
 rank = os.environ["RANK"]
 weights = [each.tolist() for each in model[0].parameters()]
-print(json.dumps({"rank": rank, "told": told, "sizes": sizes, "weights": weights}), flush=True)  # noqa: T201
+report = json.dumps({"rank": rank, "told": told, "sizes": sizes, "weights": weights})
+os.write(1, f"{report}\n".encode())  # at once, so that lines of two ranks do not mix
