@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from thinwire.errors import LabError
+from thinwire import cli
+from thinwire.errors import InputError, LabError
 from thinwire.hybrids import JobPlan
 from thinwire.integrations import job_status
 from thinwire.lab import Lab
@@ -123,6 +125,7 @@ def test_the_examples_learn_with_their_codecs(name, launch):
     assert min(losses) < 0.8 * max(losses)
 
 
+@pytest.mark.rest
 def test_what_a_script_does_wrong_is_told_on_every_rank(launch, tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text('version = 1\n[mesh]\nreplicate = 2\n[replicate]\ncodec = "fp32"\n')
@@ -149,6 +152,7 @@ def test_what_a_script_does_wrong_is_told_on_every_rank(launch, tmp_path):
         )
 
 
+@pytest.mark.rest
 def test_nothing_to_apply_a_plan_to_is_an_error(launch, tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text('version = 1\n[mesh]\nreplicate = 1\n[replicate]\ncodec = "fp32"\n')
@@ -159,16 +163,20 @@ def test_nothing_to_apply_a_plan_to_is_an_error(launch, tmp_path):
     assert "the plan was not applied: the script made no optimizer" in ended.err
 
 
-def test_errors_come_before_a_process_starts(launch, tmp_path):
+def test_errors_come_before_a_process_starts(tmp_path):
     plan, script = tmp_path / "plan.toml", tmp_path / "train.py"
-    script.write_text("")
+    script.write_text("raise SystemExit(9)")
     plan.write_text('version = 1\n[mesh]\nreplicate = 2\n[replicate]\ncodec = "itn8"\n')
-    ended = launch("--plan", plan, "--nproc-per-node", 2, script)
-    assert ended.code != 0
-    assert f"{plan}, [replicate]: codec = 'itn8'" in " ".join(ended.err.split())
+
+    def refused(*words):
+        caught = CliRunner().invoke(cli.app, ["launch", "--plan", str(plan), *words, str(script)]).exception
+        assert isinstance(caught, InputError)
+        return str(caught)
+
+    assert f"{plan}, [replicate]: codec = 'itn8'" in refused("--nproc-per-node", "2")
     plan.write_text(plan.read_text().replace("itn8", "int8"))
-    ended = launch("--plan", plan, "--nproc-per-node", 3, script)
-    assert "has 2 ranks, and this job has 3: start 2" in " ".join(ended.err.split())
+    for words in (("--nproc-per-node", "3"), ("--hosts", "3")):
+        assert "has 2 ranks, and this job has 3: start 2" in refused(*words)
 
 
 @pytest.mark.rest
