@@ -17,6 +17,7 @@ from thinwire import codecs, zoo
 from thinwire.bench import codecs as codec_bench
 from thinwire.bench import collectives as collective_bench
 from thinwire.bench import formats as format_bench
+from thinwire.bench import outer as outer_bench
 from thinwire.bench import parallel as parallel_bench
 from thinwire.bench import simulate as bench_simulate
 from thinwire.bench import training as training_bench
@@ -222,9 +223,12 @@ def sharded_summary() -> str:
 
 def where_trained(record: dict[str, Any]) -> str:
     """The GPU that all hosts share, and when and by which commits cells were measured."""
-    cells = record["cells"]
-    commits = ", ".join(f"`{each}`" for each in dict.fromkeys(cell["commit"] for cell in cells))
-    return f"one {record['machine']['gpu']} for all hosts, {record['date'][:10]}, commit {commits}"
+    return f"one {record['machine']['gpu']} for all hosts, {record['date'][:10]}, commit {commits(record)}"
+
+
+def commits(record: dict[str, Any]) -> str:
+    """The commits by which cells were measured."""
+    return ", ".join(f"`{each}`" for each in dict.fromkeys(cell["commit"] for cell in record["cells"]))
 
 
 def training_summary() -> str:
@@ -296,6 +300,23 @@ def simulate_tables() -> str:
     return "\n\n".join(parts) or "Not measured yet: `thinwire bench simulate --save benchmarks/results`."
 
 
+def outer_table() -> str:
+    record = result("outer", "cpu")
+    [(title, header, rows)] = outer_bench.tables(record)
+    where = f"{record['machine']['processor']}, {record['date'][:10]}, commit {commits(record)}"
+    return f"{title}; {where}.\n\n{table(list(header), [list(row) for row in rows])}"
+
+
+def sub_batch_accuracy() -> str:
+    import sub_batch_accuracy as study
+
+    record = json.loads((RESULTS / f"{study.NAME}.json").read_text())
+    parts = [f"{record['machine']['processor']}, {record['date'][:10]}, commit `{record['commit']}`."]
+    for title, header, rows in study.tables(record):
+        parts.append(f"#### {title}\n\n" + table(list(header), rows))
+    return "\n\n".join(parts)
+
+
 def parallel_accuracy() -> str:
     """Of every kind of parallelism and network."""
     import parallel_accuracy_tables
@@ -318,6 +339,8 @@ PARTS = {
     "fsdp-summary": sharded_summary,
     "parallel-cpu": partial(parallel_tables, "cpu"),
     "parallel-cuda": partial(parallel_tables, "cuda"),
+    "outer-cpu": outer_table,
+    "sub-batch-accuracy": sub_batch_accuracy,
     "parallel-accuracy": parallel_accuracy,
     "schedules": schedule_list,
     "collective-speed": lambda: collective_tables("cpu"),

@@ -66,3 +66,34 @@ def test_sub_batches_learn_as_on_one_device(updates, begin, finish, tmp_path):
     assert float(re.findall(r"ratio ([0-9.]+)", ended.out)[1]) > 3.5
     kinds = {each["cat"] for each in json.loads((tmp_path / "trace-8.json").read_text())}
     assert kinds == {"compute", "transfer", "wait"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        *(("replicate+shard", 4), ("replicate+tensor", 4), ("replicate+placed", 4), ("tensor+pipeline", 4)),
+        *(("shard", 2), ("tensor", 2), ("placed", 2), ("pipeline", 2)),
+    ],
+)
+@pytest.mark.rest
+def test_the_gpt_learns_as_on_one_device(kind, ranks, begin, finish):
+    name = EXAMPLES / "gpt.py"
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
+    ended = finish(begin(*torchrun, name, "--kind", kind, "--steps", "4", "--check"))
+    assert ended.code == 0, ended.err[-3000:]
+    weights = re.findall(r"rank \d: weights ([0-9a-f]{16})", ended.out)
+    assert len(weights) == ranks
+    assert len(set(weights)) == 1
+    assert float(re.search(r"weights differ by ([0-9.e+-]+)", ended.out)[1]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["diloco", "sparseloco", "localsgd", "demo", "onebit-adam"])
+@pytest.mark.rest
+def test_the_gpt_learns_with_little_communication(kind, begin, finish):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    ended = finish(begin(*torchrun, EXAMPLES / "gpt.py", "--kind", kind, "--steps", "20"))
+    assert ended.code == 0, ended.err[-3000:]
+    weights = re.findall(r"rank \d: weights ([0-9a-f]{16})", ended.out)
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+    assert float(re.search(r"loss ([0-9.]+) after 20 steps", ended.out)[1]) < 3.5  # it begins at ln 128 = 4.9

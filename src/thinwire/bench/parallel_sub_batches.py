@@ -40,7 +40,7 @@ def network(device: torch.device) -> tuple[nn.Sequential, nn.Sequential, tuple[i
     """Return features and fully connected layers, equal on all ranks, and an image's shape."""
     torch.manual_seed(0)
     if device.type == "cuda":
-        net = zoo.get("alexnet")
+        net = zoo.get("alexnet", "cpu")
         assert isinstance(net, nn.Sequential)
         for each in net:
             if isinstance(each, nn.Dropout):
