@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "thinwire"
 MAP = ROOT / ".mutation.json"
 GLOO, DDP, FAULTS = (f"tests/groups/test_{each}.py" for each in ("gloo", "ddp", "faults"))
+PIPELINE, SHARDED, TENSOR = (f"tests/groups/test_{each}.py" for each in ("pipeline", "sharded", "tensor"))
 BLOCKS, SEGMENTS, GEMM = (f"tests/device/test_{each}.py" for each in ("blocks", "segments", "gemm"))
 #: Tests that the map does not see, by the beginning of the file that they are about: those of several
 #: processes, and those of GPU programs, which run in Triton's interpreter where there is no GPU.
@@ -55,9 +56,12 @@ GROUPS = {
     "collectives": [GLOO, "tests/groups/test_programs.py"],
     "integrations": [DDP],
     "integrations/dcp": ["tests/groups/test_dcp.py"],
+    "integrations/fsdp": [SHARDED],
     "integrations/job_status": ["tests/launch/test_status.py", "tests/launch/test_launch.py"],
     "integrations/launch": ["tests/launch/test_launch.py"],
     "integrations/metrics_": [DDP, "tests/launch/test_launch.py"],
+    "integrations/pipeline": [PIPELINE],
+    "integrations/sharded": [SHARDED, "tests/groups/test_dcp.py"],
     "kernels/__init__": [SEGMENTS],
     "kernels/block_cuda": [BLOCKS],
     "kernels/cast_cuda": ["tests/device/test_casts.py"],
@@ -68,6 +72,8 @@ GROUPS = {
     "kernels/selftest": [BLOCKS],
     "kernels/tally": ["tests/device/test_tally.py"],
     "lab": ["tests/lab"],
+    "parallel": [TENSOR],
+    "parallel/pipeline": [PIPELINE],
     "report": ["tests/report"],
     "runtimes": [GLOO, DDP, FAULTS],
     "runtimes/mpi": ["tests/groups/test_mpi.py"],
@@ -273,7 +279,8 @@ def make_map(paths: list[str]) -> None:
         covered = ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
         options = ["-q", "-m", "not rest", "-n", "2", "--timeout=600", "-p", "no:cacheprovider"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data)}
-        environment["PYTHONPATH"] = str(SOURCE.parent)  # this checkout, whichever one is installed
+        elsewhere = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE.parent), *elsewhere])  # this checkout first
         subprocess.run(
             [sys.executable, "-m", "pytest", *options, *several, *covered, *paths], cwd=ROOT, env=environment
         )
