@@ -12,7 +12,8 @@ around, a bound off by one, a condition negated, a keyword argument or a stateme
 swapped. Functions are drawn at random, each with the same chance; then a place in it, and a change. Only
 tests that run the changed line are run (a sample of them where there are very many), and those of several
 processes by file (see GROUPS), until one fails.
-A bug that no test notices is a survivor: a test is missing, or the change means nothing.
+A bug that no test notices is a survivor: a test is missing, or the change means nothing. Tests that take too
+long notice a bug only if they are in time without it: on a busy machine that is tried, and said if not so.
 
 It needs pytest-cov: pip install pytest-cov.
 """
@@ -41,11 +42,13 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "thinwire"
 MAP = ROOT / ".mutation.json"
 GLOO, DDP, FAULTS = (f"tests/groups/test_{each}.py" for each in ("gloo", "ddp", "faults"))
+PIPELINE, SHARDED, TENSOR = (f"tests/groups/test_{each}.py" for each in ("pipeline", "sharded", "tensor"))
 BLOCKS, SEGMENTS, GEMM = (f"tests/device/test_{each}.py" for each in ("blocks", "segments", "gemm"))
 #: Tests that the map does not see, by the beginning of the file that they are about: those of several
 #: processes, and those of GPU programs, which run in Triton's interpreter where there is no GPU.
 GROUPS = {
     "bench/collective": ["tests/unit/test_bench_collectives.py"],
+    "bench/parallel_": ["tests/groups/test_bench_parallel.py"],
     "bench/training": ["tests/unit/test_bench_training.py"],
     "cli/watch": ["tests/launch/test_status.py"],
     "cli/demo": ["tests/groups/test_study.py"],
@@ -55,9 +58,12 @@ GROUPS = {
     "collectives": [GLOO, "tests/groups/test_programs.py"],
     "integrations": [DDP],
     "integrations/dcp": ["tests/groups/test_dcp.py"],
+    "integrations/fsdp": [SHARDED],
     "integrations/job_status": ["tests/launch/test_status.py", "tests/launch/test_launch.py"],
     "integrations/launch": ["tests/launch/test_launch.py"],
     "integrations/metrics_": [DDP, "tests/launch/test_launch.py"],
+    "integrations/pipeline": [PIPELINE],
+    "integrations/sharded": [SHARDED, "tests/groups/test_dcp.py"],
     "kernels/__init__": [SEGMENTS],
     "kernels/block_cuda": [BLOCKS],
     "kernels/cast_cuda": ["tests/device/test_casts.py"],
@@ -68,6 +74,8 @@ GROUPS = {
     "kernels/selftest": [BLOCKS],
     "kernels/tally": ["tests/device/test_tally.py"],
     "lab": ["tests/lab"],
+    "parallel": [TENSOR],
+    "parallel/pipeline": [PIPELINE],
     "report": ["tests/report"],
     "runtimes": [GLOO, DDP, FAULTS],
     "runtimes/mpi": ["tests/groups/test_mpi.py"],
@@ -76,10 +84,12 @@ GROUPS = {
     "runtimes/worker": [GLOO, FAULTS, "tests/groups/test_exit.py"],
     "schedules/collectives": [GLOO, "tests/groups/test_programs.py"],
     "study": ["tests/groups/test_study.py", "tests/groups/test_convergence.py"],
+    "testing": ["tests/rules/test_contributing.py"],
 }
 FIRST_TESTS, MOST_TESTS = 50, 250  #: of one line: those that are run first, and in all
 FEW = 10  #: tests of one line; then others of its file are run too
 PATIENCE_S = 420
+LATE = ("(time-out)", "Timeout")  #: said of tests that took too long
 USAGE = 4  #: what pytest returns if a test that was asked for does not exist
 SKIPPED = (
     "_triton.py",
@@ -273,7 +283,8 @@ def make_map(paths: list[str]) -> None:
         covered = ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
         options = ["-q", "-m", "not rest", "-n", "2", "--timeout=600", "-p", "no:cacheprovider"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data)}
-        environment["PYTHONPATH"] = str(SOURCE.parent)  # this checkout, whichever one is installed
+        elsewhere = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE.parent), *elsewhere])  # this checkout first
         subprocess.run(
             [sys.executable, "-m", "pytest", *options, *several, *covered, *paths], cwd=ROOT, env=environment
         )
@@ -342,14 +353,19 @@ class Slot:
         """The first test that fails with the bug; "" if all pass."""
         inner = Path(bug.path).relative_to("src")
         (self.folder / inner).write_text(bug.text)
+        single = [each for each in tests if "::" in each]
+        files = [each for each in tests if "::" not in each]
+        parts = [part for part in (single[:FIRST_TESTS], single[FIRST_TESTS:]) if part]
+        parts += [["-m", which, each] for which in ("not rest", "rest") for each in files]
         try:
-            single = [each for each in tests if "::" in each]
-            files = [each for each in tests if "::" not in each]
-            parts = [part for part in (single[:FIRST_TESTS], single[FIRST_TESTS:]) if part]
-            parts += [["-m", which, each] for which in ("not rest", "rest") for each in files]
-            return next((failed for failed in map(self._failed, parts) if failed), "")
+            part, failed = next(
+                ((part, failed) for part in parts if (failed := self._failed(part))), ([], "")
+            )
         finally:
             shutil.copy2(ROOT / bug.path, self.folder / inner)
+        if any(each in failed for each in LATE) and self._failed(part):
+            return f"NOBODY KNOWS: too late without it as well: {failed}"
+        return failed
 
     def _failed(self, tests: list[str]) -> str:
         said = self.folder / "said"
