@@ -10,7 +10,7 @@ help:
 	@echo "make demo   training over a slow link, codec by codec: a table and demo.html (six minutes the first time)"
 	@echo "make test   the tests (under eight minutes on two cores); the slow rest: make test-rest"
 	@echo "make check  lint, format, types, layers"
-	@echo "make bench  speed of formats, codecs, collectives and training beside others (45 minutes; links need root)"
+	@echo "make bench  speed of formats, codecs, collectives and training beside others (two hours; links need root)"
 	@echo "make docs   the tables in README and docs, made anew from saved results"
 	@echo "make site   the documents as pages, in site/"
 
@@ -66,6 +66,8 @@ bench: .venv/.peers
 	$(BIN)/thinwire bench codecs --save benchmarks/results
 	$(BIN)/thinwire bench collectives --save benchmarks/results
 	$(BIN)/thinwire bench training --save benchmarks/results
+	$(BIN)/thinwire bench parallel --save benchmarks/results
+	$(BIN)/thinwire bench outer --save benchmarks/results --plot docs/figures/outer.svg
 	$(BIN)/thinwire bench simulate --save benchmarks/results
 	$(BIN)/thinwire study convergence --save benchmarks/results
 	$(BIN)/thinwire demo --fresh --save benchmarks/results
