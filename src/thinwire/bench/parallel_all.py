@@ -19,6 +19,7 @@ KINDS: dict[str, Kind] = {
     "branches": Kind(hybrids.branches, EXACT_AND_CODECS, alone=True),
     "stages": Kind(hybrids.stages, EXACT_AND_CODECS, alone=True),
     "columns": Kind(hybrids.columns, EXACT_AND_CODECS, alone=True),
-    "hybrid": Kind(hybrids.hybrid, (*EXACT_AND_CODECS, "fp32:placed", "int8:placed"), world=4, alone=True),
+    "hybrid": Kind(hybrids.hybrid, EXACT_AND_CODECS, world=4, alone=True),
+    "hybrid-stages": Kind(hybrids.hybrid_stages, EXACT_AND_CODECS, world=4, alone=True),
     "sub-batches": Kind(sub_batches.build, (HALF, COMPUTE, *COUNTED)),
 }

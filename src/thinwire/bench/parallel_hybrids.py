@@ -3,7 +3,7 @@
 - "branches": an Inception-like network whose branches are on two ranks
 - "stages": stacked LSTMs, as in a translator, in stages on two ranks, with four micro-batches
 - "columns": a GPT whose layers are split over two ranks
-- "hybrid": the same on four ranks, as two replicas of two ranks each
+- "hybrid": the same on four ranks, as two replicas of two ranks each; "hybrid-stages": as replicas in stages
 
 The base is the whole network with the whole batch on one device; on a CPU a device is one core. "fp32" sends
 activations and gradients as they are.
@@ -199,18 +199,17 @@ def columns(method: str, device: torch.device) -> Arm:
 
 
 def hybrid(method: str, device: torch.device) -> Arm:
-    """Two replicas of two ranks, by columns: "int8" for all that is sent; "int8:placed": in stages."""
-    spec, _, how = method.partition(":")
-    codec = codec_of(spec) or "fp32"
-    replicate, inside = ReplicateAxis(codec), 2
-    sizes = {"replicate": dist.get_world_size() // inside}
-    if how == "placed":
-        where = {str(i): int(i > DEPTH // 2) for i in range(DEPTH + 2)}
-        axis = PlacedAxis(where, codec, codec, micro_batches=MICRO_BATCHES)
-        return by_plan(
-            spec, JobPlan(mesh={**sizes, "placed": inside}, replicate=replicate, placed=axis), device
-        )
+    """Two replicas of two ranks that split layers; the codec is for all that is sent."""
+    codec = codec_of(method) or "fp32"
+    sizes = {"replicate": dist.get_world_size() // 2, "tensor": 2}
     tensor: Any = TensorAxis(TENSOR, codec, codec)
-    return by_plan(
-        spec, JobPlan(mesh={**sizes, "tensor": inside}, replicate=replicate, tensor=tensor), device
-    )
+    return by_plan(method, JobPlan(mesh=sizes, replicate=ReplicateAxis(codec), tensor=tensor), device)
+
+
+def hybrid_stages(method: str, device: torch.device) -> Arm:
+    """Two replicas of two ranks with half of the blocks each, and four micro-batches."""
+    codec = codec_of(method) or "fp32"
+    sizes = {"replicate": dist.get_world_size() // 2, "placed": 2}
+    where: Any = {str(i): int(i > DEPTH // 2) for i in range(DEPTH + 2)}
+    axis = PlacedAxis(where, codec, codec, micro_batches=MICRO_BATCHES)
+    return by_plan(method, JobPlan(mesh=sizes, replicate=ReplicateAxis(codec), placed=axis), device)
