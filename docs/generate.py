@@ -307,16 +307,6 @@ def outer_table() -> str:
     return f"{title}; {where}.\n\n{table(list(header), [list(row) for row in rows])}"
 
 
-def sub_batch_accuracy() -> str:
-    import sub_batch_accuracy as study
-
-    record = json.loads((RESULTS / f"{study.NAME}.json").read_text())
-    parts = [f"{record['machine']['processor']}, {record['date'][:10]}, commit `{record['commit']}`."]
-    for title, header, rows in study.tables(record):
-        parts.append(f"#### {title}\n\n" + table(list(header), rows))
-    return "\n\n".join(parts)
-
-
 def parallel_accuracy() -> str:
     """Of every kind of parallelism and network."""
     import parallel_accuracy_tables
@@ -340,7 +330,6 @@ PARTS = {
     "parallel-cpu": partial(parallel_tables, "cpu"),
     "parallel-cuda": partial(parallel_tables, "cuda"),
     "outer-cpu": outer_table,
-    "sub-batch-accuracy": sub_batch_accuracy,
     "parallel-accuracy": parallel_accuracy,
     "schedules": schedule_list,
     "collective-speed": lambda: collective_tables("cpu"),
