@@ -184,6 +184,7 @@ def test_help_names_what_torchrun_does_not_have():
     shown = launcher.Parser(parents=[launcher.own_options()], add_help=False).format_help()
     for option in (
         "--codec",
+        "--plan",
         "--weights",
         "--seed",
         "--shadow",
@@ -195,6 +196,6 @@ def test_help_names_what_torchrun_does_not_have():
         assert option in shown
     defaults = launcher.own_options().parse_args([])
     assert vars(defaults) == {
-        "codec": "int8", "weights": None, "seed": 0, "shadow": 0, "status": None, "hosts": None,
+        "codec": None, "plan": None, "weights": None, "seed": 0, "shadow": 0, "status": None, "hosts": None,
         "link": None, "loopback": False,
     }  # fmt: skip

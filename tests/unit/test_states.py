@@ -181,6 +181,10 @@ MAKERS = {
 }
 
 
+#: These need ranks: they are tried in tests/groups (sharded, outer, outer optimizer and hybrids checks).
+WITH_RANKS = {"ShardedHandle", "Outer", "Communicating", "Hybrid"}
+
+
 def same(one, other):
     """Whether two states are the same, bit for bit."""
     if isinstance(one, torch.Tensor):
@@ -201,7 +205,7 @@ def test_everything_with_a_state_is_tried_here():
         if isinstance(each, ast.ClassDef)
         and any(isinstance(part, ast.FunctionDef) and part.name == "state_dict" for part in each.body)
     }
-    assert with_state == {*MAKERS, "ShardedHandle"}  # that one needs ranks: tests/groups/sharded_checks.py
+    assert with_state == {*MAKERS, *WITH_RANKS}
 
 
 @pytest.mark.parametrize(
