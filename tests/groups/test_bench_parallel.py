@@ -10,4 +10,4 @@ pytestmark = pytest.mark.timeout(WALL_S + 30)
 def test_every_arm_trains_the_network_of_one_device(said, world):
     lines, _ = said("bench_parallel_program.py", world, wall_s=WALL_S)
     assert {(line["check"], line["rank"]): line["wrong"] for line in lines if line["wrong"]} == {}
-    assert len(lines) == 8 * world
+    assert len(lines) == 9 * world
