@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(WALL_S + 20)
     [
         (2, ("demo", "adam", "loco")),
         pytest.param(2, ("learning",), marks=pytest.mark.rest),
-        (3, ("demo",)),
+        pytest.param(3, ("demo",), marks=pytest.mark.rest),
         pytest.param(3, ("adam", "loco"), marks=pytest.mark.rest),
         pytest.param(4, ("demo", "adam", "loco"), marks=pytest.mark.rest),
     ],
