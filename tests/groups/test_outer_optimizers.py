@@ -26,9 +26,10 @@ def test_every_check_holds_on_every_rank(world, parts, said):
         assert len({each["digest"] for each in mine}) == 1, f"{name}: ranks hold different bits"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "kinds",
-    [("demo",), pytest.param(("one_bit_adam", "zero_one_adam", "loco"), marks=pytest.mark.rest)],
+    [("demo",), ("one_bit_adam", "zero_one_adam", "loco")],
     ids=" ".join,
 )
 def test_survivors_of_a_dead_rank_raise(kinds, said):

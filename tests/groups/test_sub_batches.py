@@ -17,6 +17,7 @@ def test_every_check_holds_on_every_rank(world, said):
         assert len({each["digest"] for each in found}) == 1, f"{name}: ranks hold different bits"
 
 
+@pytest.mark.rest
 def test_survivors_are_told_when_a_rank_is_gone_or_passes_other_sub_batches(said):
     lines, _ = said("sub_batch_program.py", 3, "faults", wall_s=WALL_S)
     reports = [each for each in lines if "rank" in each]
