@@ -24,7 +24,7 @@ HOSTS, LINKS, SEEDS = 4, ("10mbit", "100mbit"), (0, 1, 2)
 STEPS, BATCH = 500, 4  # steps of a run; windows of a rank in a step
 BASE = "ddp fp32"
 PATIENCE_S = 120.0
-SHARED_CORES = 3600.0  # most seconds of one lab's run
+MOST_S = 3600.0  # of one lab's run
 COLUMNS = ("method", "held-out loss", "from fp32", "95 % interval", "kB a step")
 ON_FRONT = "●"
 
@@ -76,9 +76,7 @@ def run(
 def _results(lab: Lab, task: dict[str, Any]) -> Iterator[Cell]:
     """Yield what rank 0 prints; if a rank fails, what was done first."""
     words = json.dumps({**task, "patience_s": PATIENCE_S})
-    done = lab.run(
-        [sys.executable, "-m", "thinwire.bench.outer_worker", words], timeout_s=SHARED_CORES, echo=False
-    )
+    done = lab.run([sys.executable, "-m", "thinwire.bench.outer_worker", words], timeout_s=MOST_S, echo=False)
     for line in done.outputs[0].splitlines():
         if line.startswith("RESULT "):
             yield json.loads(line.removeprefix("RESULT "))
